@@ -1,0 +1,134 @@
+"""Finds the modules to patch in a model, from the tables of the host families."""
+
+import inspect
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..roles import Block, Layer, Role, Root, Stack
+from . import diffusers, ldm
+from .table import Family
+
+__all__ = ["Target", "UnsupportedModelError", "find_modules", "find_targets"]
+
+_FAMILIES = diffusers.FAMILIES + ldm.FAMILIES
+_TIMESTEPS = ("timestep", "timesteps")
+
+
+class UnsupportedModelError(RuntimeError):
+    """The model has no block that tomesd knows how to merge tokens in."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One model to patch: a UNet, a transformer, a ControlNet."""
+
+    name: str
+    module: nn.Module
+    rooted: bool
+    """Whether `module` receives the timestep."""
+    sites: tuple[tuple[nn.Module, Role], ...]
+    """What to patch, and in which role. A module with two roles appears twice, inner first."""
+
+
+def find_targets(model: Any) -> list[Target]:
+    """The models to patch in a pipeline, a model, or a wrapper around one."""
+    targets: list[Target] = []
+    for name, module in find_modules(model).items():
+        found = list(_targets(name, module))
+        known = {id(target.module) for target in targets}
+        targets += [target for target in found if id(target.module) not in known]
+    if not targets:
+        families = "; ".join(family.name for family in _FAMILIES)
+        raise UnsupportedModelError(
+            f"tomesd found no transformer block it knows in this {type(model).__name__}. "
+            f"Supported: {families}. Give a pipeline, one of these models, or a wrapper around one."
+        )
+    return targets
+
+
+def find_modules(model: Any) -> dict[str, nn.Module]:
+    """The torch modules in what a user calls a model, by name."""
+    if isinstance(model, nn.Module):
+        return {type(model).__name__: model}
+    components = getattr(model, "components", None)  # a diffusers pipeline
+    if isinstance(components, Mapping):
+        return {k: v for k, v in components.items() if isinstance(v, nn.Module)}
+    for attribute in ("model", "diffusion_model", "unet", "transformer"):
+        inner = getattr(model, attribute, None)
+        if inner is not None and inner is not model:
+            return find_modules(inner)
+    return {}
+
+
+def _targets(name: str, module: nn.Module) -> Iterator[Target]:
+    family = _family_of(module, "block")
+    if family is not None:
+        yield Target(name, module, False, tuple(_block_sites(module, family)))
+        return
+    sites = tuple(_stack_sites(module))
+    if not sites:
+        return
+    root = _root_role(module)
+    if root is not None:
+        yield Target(name, module, True, (*sites, (module, root)))
+    elif _family_of(module, "stacks") is not None:
+        yield Target(name, module, False, sites)
+    else:  # a wrapper: the model is further in
+        for child_name, child in module.named_children():
+            yield from _targets(f"{name}.{child_name}", child)
+
+
+def _stack_sites(module: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
+    for stack in module.modules():
+        family = _family_of(stack, "stacks")
+        blocks = getattr(stack, "transformer_blocks", None)
+        if family is None or blocks is None:
+            continue
+        for block in blocks.modules():
+            if _is_a(block, (family.block,)):
+                yield from _block_sites(block, family)
+        path = next(family.stacks[name] for name in _names(stack) if name in family.stacks)
+        side = (operator.attrgetter(path)(stack) if path else None) or 1
+        yield stack, Stack(_parameters(stack)[0], side)
+
+
+def _block_sites(block: nn.Module, family: Family) -> Iterator[tuple[nn.Module, Role]]:
+    for attribute, kind in family.layers.items():
+        layer = getattr(block, attribute, None)
+        layer = getattr(layer, "_orig_mod", layer)  # compiled on its own
+        if isinstance(layer, nn.Module):
+            yield layer, Layer(_parameters(layer)[0], kind, family.aligned.get(kind, ()))
+    method = "_forward" if hasattr(type(block), "_forward") else "forward"
+    yield block, Block(_parameters(block, method)[0])
+
+
+def _root_role(module: nn.Module) -> Root | None:
+    names = _parameters(module)
+    for position, name in enumerate(names):
+        if name in _TIMESTEPS:
+            return Root(names[0], name, position)
+    return None
+
+
+def _family_of(module: nn.Module, part: str) -> Family | None:
+    for family in _FAMILIES:
+        if _is_a(module, (family.block,) if part == "block" else tuple(family.stacks)):
+            return family
+    return None
+
+
+def _is_a(module: nn.Module, names: tuple[str, ...]) -> bool:
+    return any(name in names for name in _names(module))
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [cls.__name__ for cls in type(module).__mro__]
+
+
+def _parameters(module: nn.Module, method: str = "forward") -> list[str]:
+    """Names of the parameters of a method, without self."""
+    return list(inspect.signature(getattr(type(module), method)).parameters)[1:]

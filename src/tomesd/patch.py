@@ -1,0 +1,166 @@
+"""Swaps the classes of modules for generated subclasses, and back. Knows no host.
+
+A generated class overrides a method or two and calls the original ones, looked up when they are
+needed: nothing of a host is copied, and what others replace on the class later is respected. It has
+its base's name, so registries and regional compilation find it under that name.
+"""
+
+import functools
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from .policy import Frame, Patch, current_frame
+from .roles import Block, Role, Root, Stack, run_inside
+
+__all__ = ["patch_of", "restore", "swap"]
+
+_STATE = "_tomesd"
+_CHECKPOINT = "_gradient_checkpointing_func"
+
+_Key = tuple[Role, tuple[str, ...]]
+
+
+def swap(module: nn.Module, role: Role, patch: Patch) -> None:
+    """Makes `module` play `role` in `patch`. Roles add up: some models are root and stack."""
+    before: Any = type(module)
+    after = _patched_class(before, role, _methods(module, role))
+    module.__dict__[_STATE] = patch
+    module.__class__ = after
+    _rebind(module, before, after)
+
+
+def restore(module: nn.Module) -> None:
+    """Undoes every `swap` of `module`."""
+    before: Any = type(module)
+    after = before
+    while hasattr(after, "_tomesd_base"):
+        after = after._tomesd_base
+    module.__class__ = after
+    module.__dict__.pop(_STATE, None)
+    _rebind(module, before, after)
+
+
+def patch_of(module: nn.Module) -> Patch | None:
+    return module.__dict__.get(_STATE)
+
+
+def _methods(module: nn.Module, role: Role) -> tuple[str, ...]:
+    """The methods to override so that the role is played on every way into the module."""
+    if isinstance(role, Root):
+        # Entering twice is harmless, and not at all is not: `forward` is passed by when a UI
+        # replaces it on the instance, `__call__` by what was compiled before the patch.
+        return ("__call__", "forward")
+    if isinstance(role, Block) and hasattr(type(module), "_forward"):
+        return ("_forward",)
+    if "forward" in module.__dict__ and not list(_bound_forwards(module, type(module))):
+        return ("__call__",)  # an unknown wrapper: all we can do is stay around it
+    return ("forward",)
+
+
+@functools.cache
+def _patched_class(base: Any, role: Role, methods: tuple[str, ...]) -> Any:
+    namespace: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce,
+        "_tomesd_base": base,
+        "_tomesd_key": (role, methods),
+    }
+    if isinstance(role, Stack):
+        namespace[_CHECKPOINT] = property(_checkpoint_in_frame, _set_checkpoint)
+    cls = type(base.__name__, (base,), namespace)
+    for name in methods:
+        method = _method(cls, role, name)
+        setattr(cls, name, property(_in_frame(method)) if name == "_forward" else method)
+    return cls
+
+
+def _method(cls: type, role: Role, name: str) -> Any:
+    @functools.wraps(getattr(cls, name))
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        patch = self.__dict__.get(_STATE)
+        if patch is None:  # a hook kept this method beyond remove_patch
+            return getattr(type(self), name)(self, *args, **kwargs)
+        return role.run(self, patch, getattr(super(cls, self), name), args, kwargs)
+
+    return method
+
+
+# Gradient checkpointing runs a block again in the backward pass, on another thread even, when the
+# call of the model is long over. So what is handed to a checkpoint function is tied to the frame it
+# is handed over in: in ldm that is the block's `_forward`, in diffusers the block itself.
+
+
+def _in_frame(method: Any) -> Any:
+    """Getter of a method that, whenever it is called, runs in the frame it was taken in."""
+
+    def get(module: nn.Module) -> Any:
+        return functools.partial(run_inside, _frame_at(module), method, module)
+
+    return get
+
+
+def _checkpoint_in_frame(module: nn.Module) -> Any:
+    """Getter of a checkpoint function that ties what it is given to the present frame."""
+    checkpoint = module.__dict__.get(_CHECKPOINT)
+    if checkpoint is None:
+        raise AttributeError(_CHECKPOINT)
+    frame = _frame_at(module)
+
+    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(functools.partial(run_inside, frame, function), *args, **kwargs)
+
+    return run
+
+
+def _set_checkpoint(module: nn.Module, checkpoint: Any) -> None:
+    module.__dict__[_CHECKPOINT] = checkpoint
+
+
+def _frame_at(module: nn.Module) -> Frame | None:
+    patch = patch_of(module)
+    return current_frame(patch) if patch is not None else None
+
+
+def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """Pickles and copies as the original class and the roles on top of it."""
+    keys: list[_Key] = []
+    base: Any = type(self)
+    while hasattr(base, "_tomesd_base"):
+        keys.insert(0, base._tomesd_key)
+        base = base._tomesd_base
+    get_state = getattr(base, "__getstate__", None)  # object has one from Python 3.11 on
+    state = get_state(self) if get_state else self.__dict__
+    return _rebuild, (base, tuple(keys)), state
+
+
+def _rebuild(base: Any, keys: tuple[_Key, ...]) -> nn.Module:
+    for role, methods in keys:
+        base = _patched_class(base, role, methods)
+    return base.__new__(base)
+
+
+def _rebind(module: nn.Module, before: Any, after: Any) -> None:
+    """Points what hooks kept of the class `before` at the class `after`.
+
+    accelerate and diffusers hook a module by putting a `forward` on the instance that calls the
+    bound method they found there. Rebinding that method keeps the order "hook around our forward"
+    whichever of the two came first.
+    """
+    for holder, name in list(_bound_forwards(module, before)):
+        holder[name] = MethodType(after.forward, module)
+
+
+def _bound_forwards(module: nn.Module, cls: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where hooks keep `cls.forward` bound to `module`: (namespace, name)."""
+    registry = module.__dict__.get("_diffusers_hook")
+    references = getattr(registry, "_fn_refs", ())
+    for holder in (module.__dict__, *(reference.__dict__ for reference in references)):
+        for name, value in holder.items():
+            bound = isinstance(value, MethodType) and value.__self__ is module
+            if bound and value.__func__ is cls.forward:
+                yield holder, name

@@ -1,0 +1,129 @@
+"""Where and when to merge: what a running model knows, and what follows from it.
+
+A `Frame` is what one call of the model knows at one place: image size, timestep, grid, plan. Frames
+are never changed; going deeper into the model makes a new one. The current frame belongs to the
+calling thread, so threads can share a model, and it can be kept and entered again later, which is
+what gradient checkpointing needs.
+"""
+
+import threading
+import warnings
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .plan import MergePlan
+from .selectors import Cells, bipartite, draw_offsets
+from .settings import MergeWarning, Settings
+
+__all__ = ["Call", "Frame", "Patch", "current_frame", "enter_frame"]
+
+
+@dataclass(eq=False)
+class Patch:
+    """What all patched modules of one model share."""
+
+    settings: Settings
+    rooted: bool
+    """Whether a model around the blocks notes image size and timestep."""
+    warned: set[str] = field(default_factory=set)
+
+    def warn_once(self, message: str) -> None:
+        if message not in self.warned:
+            _warn(self, message)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn(patch: Patch, message: str) -> None:
+    # Marked constant so that a compiled model warns too, when it is traced.
+    patch.warned.add(message)
+    warnings.warn(message, MergeWarning, stacklevel=2)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of the model."""
+
+    size: tuple[int, int]
+    """Height and width of the latent."""
+    timestep: Tensor | None
+    finest: tuple[int, int] | None = None
+    """Grid of the first attention met. In a UNet that is the finest one."""
+    merged: bool = False
+    """Whether any block could merge."""
+
+
+@dataclass(eq=False)
+class Frame:
+    patch: Patch
+    call: Call
+    grid: tuple[int, int] | None = None
+    remove: int = 0
+    """Tokens to remove in the blocks on this grid."""
+    plan: MergePlan | None = None
+
+    def at_grid(self, h: int, w: int) -> "Frame":
+        """The frame inside a stack of blocks that work on h x w tokens."""
+        call, settings = self.call, self.patch.settings
+        if call.finest is None:
+            call.finest = (h, w)
+        remove = 0
+        if settings.active and _level_merges(settings.max_downsample, call, h, w):
+            remove = _cells(settings, h, w).removable(settings.ratio)
+        call.merged = call.merged or remove > 0
+        return replace(self, grid=(h, w), remove=remove)
+
+    def with_plan(self, x: Tensor) -> "Frame":
+        """The frame inside a block with input `x` `[B, N, C]`, where there are tokens to remove."""
+        assert self.grid is not None
+        settings = self.patch.settings
+        cells = _cells(settings, *self.grid)
+        plan = bipartite(x, cells, self.remove, self._offsets(cells, x))
+        return replace(self, plan=plan)
+
+    def _offsets(self, cells: Cells, x: Tensor) -> Tensor:
+        """The dst of each cell, `[1 or B, cells.count]`."""
+        settings, call = self.patch.settings, self.call
+        if not settings.use_rand:
+            return torch.zeros(1, cells.count, dtype=torch.int64, device=x.device)
+        if call.timestep is None:
+            timestep = torch.zeros(1, device=x.device)
+        else:
+            timestep = call.timestep.to(x.device).reshape(-1)
+        if timestep.shape[0] > 1:
+            # One timestep per image; a video model folds its frames into the batch.
+            timestep = timestep.repeat_interleave(x.shape[0] // timestep.shape[0])
+        level = max(-(-call.size[0] // cells.h), -(-call.size[1] // cells.w))
+        return draw_offsets(cells.count, cells.choices, settings.seed, level, timestep)
+
+
+def _cells(settings: Settings, h: int, w: int) -> Cells:
+    return Cells.of(h, w, settings.sy, settings.sx)
+
+
+def _level_merges(max_downsample: int | None, call: Call, h: int, w: int) -> bool:
+    if max_downsample is None:
+        assert call.finest is not None
+        return h >= call.finest[0] and w >= call.finest[1]
+    return call.size[0] <= max_downsample * h and call.size[1] <= max_downsample * w
+
+
+class _Thread(threading.local):
+    frame: Frame | None = None
+
+
+_thread = _Thread()
+
+
+def current_frame(patch: Patch) -> Frame | None:
+    """The frame that this thread is in, if it is one of this patch."""
+    frame = _thread.frame
+    return frame if frame is not None and frame.patch is patch else None
+
+
+def enter_frame(frame: Frame | None) -> Frame | None:
+    """Makes `frame` current and returns the one before, to be entered again afterwards."""
+    before = _thread.frame
+    _thread.frame = frame
+    return before

@@ -1,0 +1,36 @@
+"""Random draws without a generator: an integer hash of what identifies the draw.
+
+A draw that depends on nothing but (seed, timestep, level, cell) is the same for the conditional and
+the unconditional half, for any batch size, on every device, and when gradient checkpointing runs a
+block a second time. It leaves no state to reset and traces into a compiled graph.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["draw_offsets"]
+
+_MASK = 0x7FFFFFFF  # 31 bits: with a 27-bit multiplier no product overflows int64
+
+
+def _mix(x: Tensor | int) -> Tensor | int:
+    """Scrambles 31 bits; neighbouring inputs give unrelated outputs."""
+    for multiplier in (0x45D9F3B, 0x2C1B3C6D >> 4, 0x297A2D39 >> 4):
+        x = ((x ^ (x >> 15)) * multiplier) & _MASK
+    return x ^ (x >> 16)
+
+
+def draw_offsets(cells: int, choices: int, seed: int, level: int, timestep: Tensor) -> Tensor:
+    """One uniform draw from `range(choices)` per cell.
+
+    Args:
+        timestep: `[T]`, any dtype; one draw is made for each.
+
+    Returns:
+        `[T, cells]`, int64.
+    """
+    # The bits of the float tell apart fractional timesteps and sigmas; 500 and 500.0 are the same.
+    bits = timestep.to(torch.float32).view(torch.int32).to(torch.int64) & _MASK
+    key = _mix(bits ^ _mix((seed & _MASK) ^ _mix((seed >> 31 & _MASK) ^ _mix(level))))
+    cell = torch.arange(cells, device=timestep.device)
+    return _mix(key[:, None] ^ _mix(cell)) % choices  # type: ignore[index, return-value]

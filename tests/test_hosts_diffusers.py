@@ -1,0 +1,499 @@
+"""Every diffusers model family, on the real code: exact without merging, right with it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from zoo_diffusers import HOSTS, Host, call, make_unet, module_state, noise, seeded, tokens_into
+
+import tomesd
+
+EVERYTHING = {"merge_crossattn": True, "merge_mlp": True}
+MANY = pytest.mark.parametrize("name", list(HOSTS))
+FEW = pytest.mark.parametrize("name", ["sd1", "sdxl"])
+
+# DiT cuts its output back into a square, so it runs square latents only.
+SQUARES = [(14, 14), (6, 6)]
+ODD = [(13, 15), (17, 11)]
+ODD_SIZES = [(n, size) for n in HOSTS for size in (SQUARES if n == "dit" else ODD)]
+# One row of tokens (the patch models need two rows of latents for it), one column, four, one.
+STRIPS = [(1, 16), (16, 1), (2, 2), (1, 1)]
+PATCH_STRIPS = {"dit": [(4, 4), (2, 2)], "pixart": [(2, 12), (12, 2), (4, 4), (2, 2)]}
+DEGENERATE_SIZES = [(n, size) for n in HOSTS for size in PATCH_STRIPS.get(n, STRIPS)]
+
+
+@functools.cache
+def _built(name: str) -> nn.Module:
+    return HOSTS[name].build()
+
+
+def fresh(name: str) -> tuple[Host, Any]:
+    """The host and a copy of its model that a test may patch."""
+    return HOSTS[name], copy.deepcopy(_built(name))
+
+
+def is_temporal(name: str) -> bool:
+    """Whether a module of a video model looks along the frames."""
+    return any(part in name for part in ("motion_modules", "temp", "transformer_in"))
+
+
+def spatial_tokens(seen: dict[str, tuple]) -> dict[str, int]:
+    """Tokens of an image or frame; a block's `fuser` (GLIGEN) is a layer of its own kind."""
+    names = [name for name in seen if not is_temporal(name) and ".fuser." not in name]
+    return {name: seen[name][1] for name in names}
+
+
+def expected_tokens(full: dict[str, int], levels: int, ratio: float) -> dict[str, int]:
+    """Tokens left when the `levels` largest grids of a model merge and the others do not."""
+    merging = sorted(set(full.values()), reverse=True)[:levels]
+    return {name: n - int(n * ratio) if n in merging else n for name, n in full.items()}
+
+
+@MANY
+def test_ratio_zero_is_bit_identical(name: str) -> None:
+    host, model = fresh(name)
+    plain = host.run(model)
+    tomesd.apply_patch(model, ratio=0, max_downsample=8, **EVERYTHING)
+    assert torch.equal(host.run(model), plain)
+    assert torch.equal(host.run(model, keyword=True), plain)
+
+
+@MANY
+@pytest.mark.filterwarnings("error::tomesd.MergeWarning")
+def test_merging_changes_the_output_and_nothing_else(name: str) -> None:
+    host, model = fresh(name)
+    plain = host.run(model)
+    assert tomesd.apply_patch(model, ratio=0.5) is model
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    merged = host.run(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert merged.shape == plain.shape and merged.isfinite().all()
+    assert (merged - plain).abs().max() > 1e-3
+    torch.manual_seed(2)
+    assert torch.equal(host.run(model), merged)
+    assert torch.equal(host.run(model, keyword=True), merged)
+
+
+@MANY
+def test_remove_patch_restores_bits_classes_and_attributes(name: str) -> None:
+    host, model = fresh(name)
+    before, plain = module_state(model), host.run(model)
+    tomesd.apply_patch(model, 0.5, 8, **EVERYTHING)
+    swapped = {n: type(m) for n, m in model.named_modules() if type(m) is not before[n][0]}
+    assert any(n.endswith("attn1") or "transformer_blocks" in n for n in swapped)
+    for n, cls in swapped.items():
+        original = before[n][0]
+        assert issubclass(cls, original)
+        assert (cls.__module__, cls.__qualname__) == (original.__module__, original.__qualname__)
+        assert cls.__name__ == original.__name__
+    assert not torch.equal(host.run(model), plain)
+    tomesd.apply_patch(model, 0.25)  # a second patch replaces the first, so one removal is enough
+    host.run(model)
+    assert tomesd.remove_patch(model) is model
+    assert module_state(model) == before
+    assert torch.equal(host.run(model), plain)
+
+
+@MANY
+@pytest.mark.parametrize(("levels", "ratio"), [(1, 0.5), (1, 0.3), (2, 0.5), (2, 0.75)])
+def test_exactly_the_chosen_levels_lose_exactly_the_chosen_share(
+    name: str, levels: int, ratio: float
+) -> None:
+    host, model = fresh(name)
+    with tokens_into(model) as seen:
+        host.run(model)
+    full = spatial_tokens(seen)
+    side = 16 // host.finest
+    assert max(full.values()) == side * side  # the registry states the finest level rightly
+    tomesd.apply_patch(model, ratio, None if levels == 1 else 2 * host.finest)
+    with tokens_into(model) as seen:
+        host.run(model)
+    assert spatial_tokens(seen) == expected_tokens(full, levels, ratio)
+
+
+@MANY
+def test_each_option_merges_its_own_layer(name: str) -> None:
+    host, model = fresh(name)
+    options = {"merge_attn": "attn1.to_q", "merge_crossattn": "attn2.to_q", "merge_mlp": "ff.net.0"}
+
+    def tokens() -> dict[str, int]:
+        with tokens_into(model, *options.values()) as seen:
+            host.run(model, batch=1)
+        return spatial_tokens(seen)
+
+    full = tokens()
+    for chosen, layer in options.items():
+        tomesd.apply_patch(model, 0.5, **{option: option == chosen for option in options})
+        merged = expected_tokens(full, 1, 0.5)
+        assert tokens() == {n: merged[n] if n.endswith(layer) else full[n] for n in full}
+
+
+@pytest.mark.parametrize(("name", "size"), ODD_SIZES)
+@pytest.mark.filterwarnings("error::tomesd.MergeWarning")
+def test_odd_sizes(name: str, size: tuple[int, int]) -> None:
+    host, model = fresh(name)
+    height, width = size
+    plain = host.run(model, height=height, width=width)
+    with tokens_into(model) as seen:
+        host.run(model, height=height, width=width)
+    full = spatial_tokens(seen)
+    tomesd.apply_patch(model, 0.5)
+    with tokens_into(model) as seen:
+        merged = host.run(model, height=height, width=width)
+    assert spatial_tokens(seen) == expected_tokens(full, 1, 0.5)
+    assert merged.shape == plain.shape and merged.isfinite().all()
+    assert (merged - plain).abs().max() > 1e-3
+    tomesd.apply_patch(model, 0.5, 8, **EVERYTHING)
+    everywhere = host.run(model, height=height, width=width, keyword=True)
+    assert everywhere.isfinite().all() and not torch.equal(everywhere, merged)
+
+
+@pytest.mark.parametrize(("name", "size"), DEGENERATE_SIZES)
+@pytest.mark.filterwarnings("ignore::tomesd.MergeWarning")
+def test_degenerate_sizes(name: str, size: tuple[int, int]) -> None:
+    """Where the model itself runs, the patched model runs, whether or not a cell fits."""
+    host, model = fresh(name)
+    height, width = size
+    plain = host.run(model, height=height, width=width)
+    for options in ({}, {"max_downsample": 8, "sx": 4, "sy": 3, **EVERYTHING}):
+        tomesd.apply_patch(model, 0.5, **options)
+        with tokens_into(model) as seen:
+            merged = host.run(model, height=height, width=width)
+        assert merged.shape == plain.shape and merged.isfinite().all()
+        assert all(tokens >= 1 for tokens in spatial_tokens(seen).values())
+
+
+# An independent, slow account of one block: plain loops over the published description.
+
+
+def slow_groups(x: torch.Tensor, grid: tuple[int, int], ratio: float, sx: int, sy: int) -> list:
+    """Groups of token numbers of one item x: [N, C]; the first of a group is its destination."""
+    height, width = grid
+    unit = [token / token.norm() for token in x.double()]
+    dst = [
+        row * width + column
+        for row in range(0, height - sy + 1, sy)
+        for column in range(0, width - sx + 1, sx)
+    ]
+    pairs = []
+    for s in range(height * width):
+        if s not in dst:
+            scores = [float(unit[s] @ unit[d]) for d in dst]
+            pairs.append((max(scores), s, dst[scores.index(max(scores))]))
+    pairs.sort(reverse=True)
+    groups = {n: [n] for n in range(height * width)}
+    for _, s, d in pairs[: int(height * width * ratio)]:
+        groups[d].append(s)
+        del groups[s]
+    return list(groups.values())
+
+
+def slow_layer(layer: Callable[..., Any], x: torch.Tensor, groups: list | None) -> torch.Tensor:
+    """Run `layer` on the mean of each group of each item; every member gets the group's result."""
+    if groups is None:
+        return layer(x)
+    short = torch.stack(
+        [torch.stack([x[b, group].mean(0) for group in groups[b]]) for b in range(len(x))]
+    )
+    result, full = layer(short), torch.empty_like(x)
+    for b in range(len(x)):
+        for m, group in enumerate(groups[b]):
+            for n in group:
+                full[b, n] = result[b, m]
+    return full
+
+
+def slow_block(
+    block: Any, x: torch.Tensor, given: dict[str, Any], merging: set[str], **settings: Any
+) -> torch.Tensor:
+    """What an unpatched block's layers give when the layers in `merging` see merged tokens."""
+    groups = [slow_groups(item, **settings) for item in x]
+    run = {name: groups if name in merging else None for name in ("attn1", "attn2", "ff")}
+    context = given.get("encoder_hidden_states")
+
+    def cross(h: torch.Tensor) -> torch.Tensor:
+        return slow_layer(lambda z: block.attn2(z, context), h, run["attn2"])
+
+    def modulated(h: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        return norm(h) * (1 + scale_mlp) + shift_mlp
+
+    if block.norm_type == "layer_norm":
+        x = x + slow_layer(block.attn1, block.norm1(x), run["attn1"])
+        x = x + cross(block.norm2(x))
+        return x + slow_layer(block.ff, block.norm3(x), run["ff"])
+    if block.norm_type == "ada_norm_zero":  # DiT
+        normed, gate, shift_mlp, scale_mlp, gate_mlp = block.norm1(
+            x, given["timestep"], given["class_labels"], hidden_dtype=x.dtype
+        )
+        gate, shift_mlp, scale_mlp, gate_mlp = (
+            v[:, None] for v in (gate, shift_mlp, scale_mlp, gate_mlp)
+        )
+        x = x + gate * slow_layer(block.attn1, normed, run["attn1"])
+        return x + gate_mlp * slow_layer(block.ff, modulated(x, block.norm3), run["ff"])
+    # PixArt
+    table = block.scale_shift_table[None] + given["timestep"].reshape(len(x), 6, -1)
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = table.chunk(6, dim=1)
+    normed = block.norm1(x) * (1 + scale) + shift
+    x = x + gate * slow_layer(block.attn1, normed, run["attn1"])
+    x = x + cross(x)
+    return x + gate_mlp * slow_layer(block.ff, modulated(x, block.norm2), run["ff"])
+
+
+def watch_block(model: nn.Module, path: str, run: Callable[[], Any]) -> tuple[Any, dict, Any]:
+    """Input tokens, other arguments by name, and output of the block at `path` during `run`."""
+    block, seen = model.get_submodule(path), {}
+    names = list(
+        inspect.signature(diffusers.models.attention.BasicTransformerBlock.forward).parameters
+    )
+
+    def note(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        given = dict(zip(names[1:], args, strict=False)) | kwargs
+        seen.update(x=given.pop("hidden_states"), given=given, output=output)
+
+    handle = block.register_forward_hook(note, with_kwargs=True)
+    run()
+    handle.remove()
+    return seen["x"], seen["given"], seen["output"]
+
+
+# (host, block, latent size, token grid)
+BLOCKS = [
+    ("sd1", "down_blocks.0.attentions.0.transformer_blocks.0", (8, 10), (8, 10)),
+    ("sd1", "up_blocks.2.attentions.1.transformer_blocks.0", (7, 9), (7, 9)),
+    ("sdxl", "down_blocks.1.attentions.0.transformer_blocks.1", (13, 15), (7, 8)),
+    ("pixart", "transformer_blocks.1", (13, 20), (6, 10)),
+    ("dit", "transformer_blocks.1", (14, 14), (7, 7)),
+]
+LAYERS = [{"attn1"}, {"attn2"}, {"ff"}, {"attn1", "attn2", "ff"}]
+
+
+@pytest.mark.parametrize(("name", "path", "latent", "grid"), BLOCKS)
+@pytest.mark.parametrize(("sx", "sy", "ratio"), [(2, 2, 0.5), (3, 2, 0.6), (2, 3, 0.25)])
+def test_block_equals_the_slow_account(
+    name: str, path: str, latent: tuple, grid: tuple, sx: int, sy: int, ratio: float
+) -> None:
+    host, model = fresh(name)
+    block = copy.deepcopy(model.get_submodule(path))
+    for merging in LAYERS:
+        tomesd.apply_patch(
+            model,
+            ratio,
+            None,
+            sx,
+            sy,
+            False,
+            "attn1" in merging,
+            "attn2" in merging,
+            "ff" in merging,
+        )
+        run = functools.partial(host.run, model, height=latent[0], width=latent[1])
+        x, given, output = watch_block(model, path, run)
+        settings = {"grid": grid, "ratio": ratio, "sx": sx, "sy": sy}
+        slow = slow_block(block, x, given, merging, **settings)
+        torch.testing.assert_close(output, slow, rtol=1e-5, atol=1e-5)
+        unmerged = slow_block(block, x, given, set(), **settings)
+        nothing_to_merge = merging == {"attn2"} and name == "dit"
+        assert nothing_to_merge or (output - unmerged).abs().max() > 1e-3
+
+
+def test_gligen_keeps_its_grounding() -> None:
+    host, model = fresh("gligen")
+    grounded = host.inputs(16, 16, 2, 0, 500)
+    free = {key: value for key, value in grounded.items() if key != "cross_attention_kwargs"}
+    plain, plain_free = call(model, grounded), call(model, free)
+    assert not torch.allclose(plain, plain_free, atol=1e-3)
+    tomesd.apply_patch(model, ratio=0)
+    assert torch.equal(call(model, grounded), plain)
+    tomesd.apply_patch(model, ratio=0.5, **EVERYTHING)
+    with tokens_into(model, "fuser.attn.to_q", "fuser.ff.net.0") as seen:
+        merged = call(model, grounded)
+    finest = {s[1] for n, s in seen.items() if n.startswith("down_blocks.0")}
+    assert finest == {256 + 2, 256}  # all tokens meet the two boxes
+    assert not torch.allclose(merged, plain, atol=1e-3)
+    # The grounding moves the merged output by as much as the unmerged one, within a factor.
+    moved = (merged - call(model, free)).norm() / (plain - plain_free).norm()
+    assert 0.5 < moved < 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "channels", "factor"),
+    [
+        ("sd1", "full_adapter", [32, 64, 64], 8),
+        ("sdxl", "full_adapter_xl", [32, 64, 64, 64], 16),
+    ],
+)
+def test_t2i_adapter(name: str, kind: str, channels: list[int], factor: int) -> None:
+    host, model = fresh(name)
+    adapter = seeded(
+        diffusers.T2IAdapter,
+        channels=channels,
+        num_res_blocks=1,
+        downscale_factor=factor,
+        adapter_type=kind,
+    )
+    features = adapter(noise(2, 3, 128, 128, seed=5))
+    inputs = host.inputs(16, 16, 2, 0, 500)
+
+    def run(scale: float) -> torch.Tensor:
+        residuals = [scale * feature for feature in features]  # the UNet empties the list
+        return call(model, inputs | {"down_intrablock_additional_residuals": residuals})
+
+    plain = run(1.0)
+    tomesd.apply_patch(model, ratio=0)
+    assert torch.equal(run(1.0), plain)
+    tomesd.apply_patch(model, ratio=0.5)
+    merged = run(1.0)
+    assert merged.isfinite().all() and not torch.allclose(merged, plain, atol=1e-3)
+    assert not torch.allclose(run(0.0), merged, atol=1e-3)
+    tomesd.remove_patch(model)
+    assert torch.equal(run(1.0), plain)
+
+
+LORA = {
+    "r": 4,
+    "lora_alpha": 16,
+    "init_lora_weights": False,  # the usual start, B = 0, would be no LoRA at all
+    "target_modules": ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "ff.net.0.proj", "ff.net.2"],
+}
+
+
+def add_adapter(model: Any) -> Any:
+    model.add_adapter(LoraConfig(**LORA))
+    return model
+
+
+def wrap_in_peft(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(**LORA))
+
+
+@FEW
+@pytest.mark.parametrize("adapt", [add_adapter, wrap_in_peft])
+def test_lora_before_and_after_the_patch(name: str, adapt: Callable[[Any], Any]) -> None:
+    host, _ = fresh(name)
+    options = {"ratio": 0.5, **EVERYTHING}
+
+    def adapted(model: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(9)
+            return adapt(model).eval()
+
+    lora = adapted(fresh(name)[1])
+    plain = host.run(lora)
+    assert not torch.allclose(plain, host.run(fresh(name)[1]), atol=1e-3)
+    before = module_state(lora)
+    assert tomesd.apply_patch(lora, **options) is lora
+    merged = host.run(lora)
+    assert not torch.allclose(merged, plain, atol=1e-3)
+    tomesd.remove_patch(lora)
+    assert module_state(lora) == before and torch.equal(host.run(lora), plain)
+
+    bare = tomesd.apply_patch(fresh(name)[1], **options)
+    assert not torch.allclose(host.run(bare), merged, atol=1e-3)
+    late = adapted(bare)
+    assert torch.equal(host.run(late), merged)
+    tomesd.remove_patch(late)
+    assert module_state(late) == before and torch.equal(host.run(late), plain)
+
+
+@FEW
+def test_freeu_before_and_after_the_patch(name: str) -> None:
+    host, early = fresh(name)
+    _, late = fresh(name)
+    freeu = {"s1": 0.9, "s2": 0.2, "b1": 1.5, "b2": 1.6}
+    tomesd.apply_patch(late, 0.5)
+    merged = host.run(late)
+    late.enable_freeu(**freeu)
+    early.enable_freeu(**freeu)
+    plain = host.run(early)
+    tomesd.apply_patch(early, ratio=0)
+    assert torch.equal(host.run(early), plain)
+    tomesd.apply_patch(early, 0.5)
+    both = host.run(early)
+    assert torch.equal(host.run(late), both)
+    assert not torch.allclose(both, plain, atol=1e-3)
+    assert not torch.allclose(both, merged, atol=1e-3)
+    late.disable_freeu()
+    assert torch.equal(host.run(late), merged)
+    tomesd.remove_patch(early)
+    assert torch.equal(host.run(early), plain)
+
+
+def _sd3() -> nn.Module:
+    return diffusers.SD3Transformer2DModel(
+        sample_size=16,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        pos_embed_max_size=16,
+        in_channels=4,
+        out_channels=4,
+    )
+
+
+def _flux() -> nn.Module:
+    return diffusers.FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+
+
+def _flux_pipeline() -> Any:
+    names = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    nothing = dict.fromkeys(names)
+    return diffusers.FluxPipeline(scheduler=scheduler, transformer=_flux(), **nothing)
+
+
+@pytest.mark.parametrize(
+    "make", [_sd3, _flux, _flux_pipeline, lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())]
+)
+def test_unsupported_models_are_refused_and_left_alone(make: Callable[[], Any]) -> None:
+    model = make()
+    root = getattr(model, "transformer", model)
+    before, attributes = module_state(root), set(vars(model))
+    with pytest.raises(tomesd.UnsupportedModelError, match="(?i)supported") as caught:
+        tomesd.apply_patch(model, ratio=0.5)
+    assert isinstance(caught.value, RuntimeError)
+    for family in ("Stable Diffusion", "UNet2DConditionModel", "DiT", "PixArt"):
+        assert family in str(caught.value)
+    assert module_state(root) == before and set(vars(model)) == attributes
+
+
+def test_supported_model_under_another_name_is_still_found() -> None:
+    """What counts is the block: a plain module around a UNet is patched like the UNet."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_unet()
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    host, wrapper = HOSTS["sd1"], Wrapper()
+    plain = host.run(wrapper)
+    tomesd.apply_patch(wrapper, 0.5)
+    merged = host.run(wrapper)
+    tomesd.remove_patch(wrapper)
+    assert torch.equal(host.run(wrapper), plain)
+    direct = tomesd.apply_patch(make_unet(), 0.5)
+    assert torch.equal(merged, host.run(direct)) and not torch.equal(merged, plain)

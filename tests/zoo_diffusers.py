@@ -1,0 +1,501 @@
+"""Tiny, seeded, real diffusers models and pipelines for the tests.
+
+Every `Host` builds one model family with random weights and calls it the way its pipelines do.
+Item k of a batch is drawn from a seed of its own, so it is the same at every batch size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+CROSS = 32  # width of every text embedding
+TEXT = 7  # text tokens per item
+FRAMES = 3  # frames of every video input
+
+
+@dataclass(frozen=True)
+class Host:
+    """One model family: how to build it, what to feed it, how to call it."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[..., dict[str, Any]]  # (height, width, batch, seed, timestep) -> arguments
+    finest: int  # smallest down-sampling (latent side / token grid side) with attention
+    leading: int = 3  # how many of the arguments a pipeline passes by position
+
+    def run(
+        self,
+        model: Callable[..., Any],
+        *,
+        height: int = 16,
+        width: int = 16,
+        batch: int = 2,
+        seed: int = 0,
+        keyword: bool = False,
+        timestep: int = 500,
+    ) -> torch.Tensor:
+        """One forward pass without gradients; ControlNet residuals come back as [B, -1]."""
+        inputs = self.inputs(height, width, batch, seed, timestep)
+        with torch.no_grad():
+            return call(model, inputs, leading=0 if keyword else self.leading)
+
+
+def call(model: Callable[..., Any], inputs: dict[str, Any], leading: int = 0) -> torch.Tensor:
+    """Call `model`, its first `leading` arguments by position, and return one tensor."""
+    items = list(inputs.items())
+    args, kwargs = [value for _, value in items[:leading]], dict(items[leading:])
+    output = model(*args, **kwargs, return_dict=False)
+    if len(output) == 2:  # ControlNet: residuals of the levels, residual of the middle
+        return torch.cat([r.flatten(1) for r in (*output[0], output[1])], dim=1)
+    return output[0]
+
+
+def noise(*shape: int, seed: int, salt: int = 0) -> torch.Tensor:
+    """Standard normal [B, ...] whose item k depends on (seed, salt, k) only."""
+    items = []
+    for k in range(shape[0]):
+        generator = torch.Generator().manual_seed(1_000_003 * seed + 1009 * salt + k)
+        items.append(torch.randn(shape[1:], generator=generator))
+    return torch.stack(items)
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Any:
+    """Build a module from `seed` without touching the global RNG; no parameter stays zero.
+
+    Zero-initialised output layers and closed gates would hide every effect of merging.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = make(*args, **kwargs)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.ndim == 0:
+                    parameter.fill_(0.6)
+                elif not parameter.any():
+                    parameter.normal_(std=0.15)
+    return module.eval().requires_grad_(False)
+
+
+SD1_CONFIG: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "layers_per_block": 1,
+    "block_out_channels": (32, 64, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": CROSS,
+    "attention_head_dim": 4,
+    "norm_num_groups": 8,
+}
+SD2_CONFIG = SD1_CONFIG | {"attention_head_dim": (2, 4, 4), "use_linear_projection": True}
+# Twice one projected text embedding for the pooled text, six numbers of 8 channels each.
+SDXL_CONFIG = SD2_CONFIG | {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 3),
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": CROSS + 6 * 8,
+}
+INPAINT_CONFIG = SD1_CONFIG | {"in_channels": 9}
+# As released: the first attention sees the text only, except at the coarsest level.
+UPSCALER_CONFIG = SD2_CONFIG | {
+    "in_channels": 7,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "only_cross_attention": (True, True, False),
+    "num_class_embeds": 1000,
+}
+GLIGEN_CONFIG = SD1_CONFIG | {"attention_type": "gated"}
+DIT_CONFIG: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "num_layers": 2,
+    "sample_size": 16,
+    "patch_size": 2,
+}
+PIXART_CONFIG = DIT_CONFIG | {
+    "out_channels": 8,
+    "cross_attention_dim": 32,
+    "caption_channels": CROSS,
+}
+MOTION_CONFIG = SD1_CONFIG | {
+    "down_block_types": (
+        "CrossAttnDownBlockMotion",
+        "CrossAttnDownBlockMotion",
+        "DownBlockMotion",
+    ),
+    "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion", "CrossAttnUpBlockMotion"),
+    "num_attention_heads": 4,
+    "motion_num_attention_heads": 4,
+    "motion_max_seq_length": 8,
+}
+MOTION_CONFIG.pop("attention_head_dim")
+# Temporal attention at every level, spatial attention from the second level on.
+MOTION_SDXL_CONFIG = MOTION_CONFIG | {
+    "down_block_types": (
+        "DownBlockMotion",
+        "CrossAttnDownBlockMotion",
+        "CrossAttnDownBlockMotion",
+    ),
+    "up_block_types": ("CrossAttnUpBlockMotion", "CrossAttnUpBlockMotion", "UpBlockMotion"),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": CROSS + 6 * 8,
+}
+SVD_CONFIG: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 8,
+    "out_channels": 4,
+    "layers_per_block": 1,
+    "block_out_channels": (32, 64, 64),
+    "down_block_types": (
+        "CrossAttnDownBlockSpatioTemporal",
+        "CrossAttnDownBlockSpatioTemporal",
+        "DownBlockSpatioTemporal",
+    ),
+    "up_block_types": (
+        "UpBlockSpatioTemporal",
+        "CrossAttnUpBlockSpatioTemporal",
+        "CrossAttnUpBlockSpatioTemporal",
+    ),
+    "cross_attention_dim": CROSS,
+    "num_attention_heads": (2, 4, 4),
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 3 * 8,
+    "num_frames": FRAMES,
+}
+UNET3D_CONFIG = SD1_CONFIG | {
+    "down_block_types": ("CrossAttnDownBlock3D", "CrossAttnDownBlock3D", "DownBlock3D"),
+    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D", "CrossAttnUpBlock3D"),
+    "attention_head_dim": 8,
+}
+
+
+def _unet_inputs(channels: int) -> Callable[..., dict[str, Any]]:
+    def inputs(height: int, width: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+        return {
+            "sample": noise(batch, channels, height, width, seed=seed),
+            "timestep": torch.tensor(timestep),
+            "encoder_hidden_states": noise(batch, TEXT, CROSS, seed=seed, salt=1),
+        }
+
+    return inputs
+
+
+def _text_time(batch: int, seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[128.0, 128.0, 0.0, 0.0, 128.0, 128.0]]).expand(batch, -1)
+    return {"text_embeds": noise(batch, CROSS, seed=seed, salt=2), "time_ids": ids}
+
+
+def _sdxl_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    return _unet_inputs(4)(h, w, batch, seed, timestep) | {
+        "added_cond_kwargs": _text_time(batch, seed)
+    }
+
+
+def _upscaler_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    noise_level = torch.full((batch,), 20)
+    return _unet_inputs(7)(h, w, batch, seed, timestep) | {"class_labels": noise_level}
+
+
+def _gligen_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    gligen = {
+        "boxes": torch.tensor([[[0.1, 0.1, 0.6, 0.7], [0.3, 0.2, 0.9, 0.9]]]).expand(batch, -1, -1),
+        "positive_embeddings": noise(batch, 2, CROSS, seed=seed, salt=3),
+        "masks": torch.ones(batch, 2),
+    }
+    return _unet_inputs(4)(h, w, batch, seed, timestep) | {
+        "cross_attention_kwargs": {"gligen": gligen}
+    }
+
+
+def _controlnet_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    picture = noise(batch, 3, 8 * h, 8 * w, seed=seed, salt=4)
+    return _unet_inputs(4)(h, w, batch, seed, timestep) | {"controlnet_cond": picture}
+
+
+def _sdxl_controlnet_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    return _controlnet_inputs(h, w, batch, seed, timestep) | {
+        "added_cond_kwargs": _text_time(batch, seed)
+    }
+
+
+def _dit_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, 4, h, w, seed=seed),
+        "timestep": torch.full((batch,), timestep),
+        "class_labels": torch.arange(batch) + 3,
+    }
+
+
+def _pixart_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    return {
+        "hidden_states": noise(batch, 4, h, w, seed=seed),
+        "encoder_hidden_states": noise(batch, TEXT, CROSS, seed=seed, salt=1),
+        "timestep": torch.full((batch,), timestep),
+    }
+
+
+def _video_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    return _unet_inputs(4)(h, w, batch, seed, timestep) | {
+        "sample": noise(batch, 4, FRAMES, h, w, seed=seed)
+    }
+
+
+def _motion_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    """As the AnimateDiff pipelines do: one text embedding per frame."""
+    inputs = _video_inputs(h, w, batch, seed, timestep)
+    text = inputs["encoder_hidden_states"].repeat_interleave(FRAMES, dim=0)
+    return inputs | {"encoder_hidden_states": text}
+
+
+def _motion_sdxl_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    return _motion_inputs(h, w, batch, seed, timestep) | {
+        "added_cond_kwargs": _text_time(batch, seed)
+    }
+
+
+def _svd_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
+    return _unet_inputs(8)(h, w, batch, seed, timestep) | {
+        "sample": noise(batch, FRAMES, 8, h, w, seed=seed),
+        "added_time_ids": torch.tensor([[6.0, 127.0, 0.02]]).expand(batch, -1),
+    }
+
+
+def make_unet(config: dict[str, Any] = SD1_CONFIG, **overrides: Any) -> Any:
+    """A tiny `UNet2DConditionModel`."""
+    return seeded(diffusers.UNet2DConditionModel, **(config | overrides))
+
+
+def make_controlnet(config: dict[str, Any] = SD1_CONFIG) -> Any:
+    """The ControlNet that belongs to the UNet of the same configuration."""
+
+    def make() -> nn.Module:
+        return diffusers.ControlNetModel.from_unet(
+            diffusers.UNet2DConditionModel(**config),
+            conditioning_embedding_out_channels=(8, 8, 16, 16),
+        )
+
+    return seeded(make, seed=1)
+
+
+def _builder(make: Callable[..., nn.Module], config: dict[str, Any]) -> Callable[[], nn.Module]:
+    return lambda: seeded(make, **config)
+
+
+IMAGE_HOSTS = {
+    host.name: host
+    for host in (
+        Host("sd1", make_unet, _unet_inputs(4), 1),
+        Host("sd2", lambda: make_unet(SD2_CONFIG), _unet_inputs(4), 1),
+        Host("sdxl", lambda: make_unet(SDXL_CONFIG), _sdxl_inputs, 2),
+        Host("inpaint", lambda: make_unet(INPAINT_CONFIG), _unet_inputs(9), 1),
+        Host("upscaler", lambda: make_unet(UPSCALER_CONFIG), _upscaler_inputs, 2, leading=4),
+        Host("gligen", lambda: make_unet(GLIGEN_CONFIG), _gligen_inputs, 1),
+        Host("dit", _builder(diffusers.DiTTransformer2DModel, DIT_CONFIG), _dit_inputs, 2),
+        Host(
+            "pixart", _builder(diffusers.PixArtTransformer2DModel, PIXART_CONFIG), _pixart_inputs, 2
+        ),
+        Host("controlnet", make_controlnet, _controlnet_inputs, 1, leading=4),
+        Host(
+            "controlnet_sdxl",
+            lambda: make_controlnet(SDXL_CONFIG),
+            _sdxl_controlnet_inputs,
+            2,
+            leading=4,
+        ),
+    )
+}
+VIDEO_HOSTS = {
+    host.name: host
+    for host in (
+        Host("animatediff", _builder(diffusers.UNetMotionModel, MOTION_CONFIG), _motion_inputs, 1),
+        Host(
+            "animatediff_sdxl",
+            _builder(diffusers.UNetMotionModel, MOTION_SDXL_CONFIG),
+            _motion_sdxl_inputs,
+            2,
+        ),
+        Host(
+            "svd",
+            _builder(diffusers.UNetSpatioTemporalConditionModel, SVD_CONFIG),
+            _svd_inputs,
+            1,
+            leading=4,
+        ),
+        Host("unet3d", _builder(diffusers.UNet3DConditionModel, UNET3D_CONFIG), _video_inputs, 1),
+    )
+}
+HOSTS = IMAGE_HOSTS | VIDEO_HOSTS
+
+
+@contextlib.contextmanager
+def tokens_into(model: nn.Module, *layers: str) -> Iterator[dict[str, tuple]]:
+    """Note the shape [B, tokens, C] that enters the sub-modules named like one of `layers`.
+
+    Names are matched at their end; without any, it is the queries of the first attention.
+    """
+    endings = tuple(f".{layer}" for layer in layers or ("attn1.to_q",))
+    seen: dict[str, tuple] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, args: seen.update({name: tuple(args[0].shape)})
+
+    handles = [
+        module.register_forward_pre_hook(note(name))
+        for name, module in model.named_modules()
+        if f".{name}".endswith(endings)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def module_state(model: nn.Module) -> dict[str, tuple[type, frozenset[str]]]:
+    """Class and attribute names of every sub-module: what removing a patch must give back."""
+    return {name: (type(m), frozenset(m.__dict__)) for name, m in model.named_modules()}
+
+
+def make_tokenizer() -> CLIPTokenizer:
+    """A CLIP tokenizer that knows single letters, made without any file."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789,."
+    words = [*letters, *(f"{letter}</w>" for letter in letters)]
+    words += ["<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=16)
+
+
+def make_text_encoder(projected: bool = False, width: int = CROSS, seed: int = 2) -> Any:
+    """A CLIP text model of two layers for `make_tokenizer`."""
+    tokenizer = make_tokenizer()
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        projection_dim=CROSS,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return seeded(CLIPTextModelWithProjection if projected else CLIPTextModel, config, seed=seed)
+
+
+def make_vae() -> Any:
+    """A VAE with the usual eight pixels per latent side."""
+    return seeded(
+        diffusers.AutoencoderKL,
+        block_out_channels=(8, 8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=128,
+        seed=3,
+    )
+
+
+def _scheduler() -> diffusers.DDIMScheduler:
+    return diffusers.DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+
+
+def make_sd_pipeline(cls: Any = None, **components: Any) -> Any:
+    """A Stable Diffusion pipeline of class `cls` (text to image by default)."""
+    parts = {
+        "vae": make_vae(),
+        "text_encoder": make_text_encoder(),
+        "tokenizer": make_tokenizer(),
+        "unet": components.pop("unet", None) or make_unet(),
+        "scheduler": _scheduler(),
+        "safety_checker": None,
+        "feature_extractor": None,
+        "requires_safety_checker": False,
+    }
+    pipe = (cls or diffusers.StableDiffusionPipeline)(**(parts | components))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_img2img_pipeline() -> Any:
+    """Image to image."""
+    return make_sd_pipeline(diffusers.StableDiffusionImg2ImgPipeline)
+
+
+def make_inpaint_pipeline() -> Any:
+    """Inpainting with the nine-channel UNet."""
+    unet = make_unet(INPAINT_CONFIG)
+    return make_sd_pipeline(diffusers.StableDiffusionInpaintPipeline, unet=unet)
+
+
+def make_controlnet_pipeline() -> Any:
+    """Text to image with a ControlNet."""
+    cls = diffusers.StableDiffusionControlNetPipeline
+    return make_sd_pipeline(cls, controlnet=make_controlnet())
+
+
+def make_sdxl_pipeline() -> Any:
+    """SDXL text to image, with its two text encoders (their widths add up to `CROSS`)."""
+    pipe = diffusers.StableDiffusionXLPipeline(
+        vae=make_vae(),
+        text_encoder=make_text_encoder(width=CROSS // 2),
+        text_encoder_2=make_text_encoder(projected=True, width=CROSS // 2, seed=4),
+        tokenizer=make_tokenizer(),
+        tokenizer_2=make_tokenizer(),
+        unet=make_unet(SDXL_CONFIG),
+        scheduler=_scheduler(),
+        add_watermarker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def pipeline_inputs(pipe: Any, size: int = 128, steps: int = 2, seed: int = 0) -> dict[str, Any]:
+    """Arguments for one short run of any pipeline above; the result is a latent."""
+    inputs: dict[str, Any] = {
+        "prompt": "a red fox, 2 trees",
+        "num_inference_steps": steps,
+        "generator": torch.Generator().manual_seed(seed),
+        "output_type": "latent",
+    }
+    picture = noise(1, 3, size, size, seed=7).sigmoid()
+    name = type(pipe).__name__
+    if "Img2Img" in name:
+        inputs |= {"image": picture, "strength": 0.9}
+    elif "Inpaint" in name:
+        mask = torch.zeros(1, 1, size, size)
+        mask[..., size // 4 : size // 2, size // 4 :] = 1
+        inputs |= {"image": picture, "mask_image": mask, "height": size, "width": size}
+    else:
+        inputs |= {"height": size, "width": size}
+        if "ControlNet" in name:
+            inputs["image"] = picture
+    return inputs
+
+
+def run_pipeline(pipe: Any, **overrides: Any) -> torch.Tensor:
+    """One short run; `overrides` go to the pipeline, `size`, `steps` and `seed` to the inputs."""
+    chosen = {key: overrides.pop(key) for key in ("size", "steps", "seed") if key in overrides}
+    return pipe(**(pipeline_inputs(pipe, **chosen) | overrides)).images

@@ -17,7 +17,7 @@ from .plan import MergePlan
 from .selectors import Cells, bipartite, draw_offsets
 from .settings import MergeWarning, Settings
 
-__all__ = ["Call", "Frame", "Patch", "current_frame", "enter_frame"]
+__all__ = ["Call", "Frame", "Patch", "Visit", "current_frame", "enter_frame"]
 
 
 @dataclass(eq=False)
@@ -42,49 +42,60 @@ def _warn(patch: Patch, message: str) -> None:
 
 
 @dataclass(eq=False)
+class Visit:
+    """One stack of blocks, as a call of the model came through it."""
+
+    grid: tuple[int, int]
+    blocks: int
+    remove: int
+    """Tokens that its blocks remove."""
+
+
+@dataclass(eq=False)
 class Call:
     """One call of the model."""
 
     size: tuple[int, int]
     """Height and width of the latent."""
-    timestep: Tensor | None
-    finest: tuple[int, int] | None = None
-    """Grid of the first attention met. In a UNet that is the finest one."""
-    merged: bool = False
-    """Whether any block could merge."""
+    timestep: Tensor | None = None
+    visits: list[Visit] = field(default_factory=list)
+
+    @property
+    def merged(self) -> bool:
+        return any(visit.remove > 0 for visit in self.visits)
 
 
 @dataclass(eq=False)
 class Frame:
     patch: Patch
     call: Call
+    settings: Settings
     grid: tuple[int, int] | None = None
     remove: int = 0
     """Tokens to remove in the blocks on this grid."""
     plan: MergePlan | None = None
 
-    def at_grid(self, h: int, w: int) -> "Frame":
+    def at_grid(self, grid: tuple[int, int], blocks: int) -> "Frame":
         """The frame inside a stack of blocks that work on h x w tokens."""
-        call, settings = self.call, self.patch.settings
-        if call.finest is None:
-            call.finest = (h, w)
+        call, settings = self.call, self.settings
+        # In a UNet, the first attention is the finest.
+        finest = call.visits[0].grid if call.visits else grid
         remove = 0
-        if settings.active and _level_merges(settings.max_downsample, call, h, w):
-            remove = _cells(settings, h, w).removable(settings.ratio)
-        call.merged = call.merged or remove > 0
-        return replace(self, grid=(h, w), remove=remove)
+        if settings.active and _level_merges(settings.max_downsample, call.size, finest, grid):
+            remove = _cells(settings, *grid).removable(settings.ratio)
+        call.visits.append(Visit(grid, blocks, remove))
+        return replace(self, grid=grid, remove=remove)
 
     def with_plan(self, x: Tensor) -> "Frame":
         """The frame inside a block with input `x` `[B, N, C]`, where there are tokens to remove."""
         assert self.grid is not None
-        settings = self.patch.settings
-        cells = _cells(settings, *self.grid)
+        cells = _cells(self.settings, *self.grid)
         plan = bipartite(x, cells, self.remove, self._offsets(cells, x))
         return replace(self, plan=plan)
 
     def _offsets(self, cells: Cells, x: Tensor) -> Tensor:
         """The dst of each cell, `[1 or B, cells.count]`."""
-        settings, call = self.patch.settings, self.call
+        settings, call = self.settings, self.call
         if not settings.use_rand:
             return torch.zeros(1, cells.count, dtype=torch.int64, device=x.device)
         if call.timestep is None:
@@ -102,11 +113,15 @@ def _cells(settings: Settings, h: int, w: int) -> Cells:
     return Cells.of(h, w, settings.sy, settings.sx)
 
 
-def _level_merges(max_downsample: int | None, call: Call, h: int, w: int) -> bool:
+def _level_merges(
+    max_downsample: int | None,
+    size: tuple[int, int],
+    finest: tuple[int, int],
+    grid: tuple[int, int],
+) -> bool:
     if max_downsample is None:
-        assert call.finest is not None
-        return h >= call.finest[0] and w >= call.finest[1]
-    return call.size[0] <= max_downsample * h and call.size[1] <= max_downsample * w
+        return grid[0] >= finest[0] and grid[1] >= finest[1]
+    return size[0] <= max_downsample * grid[0] and size[1] <= max_downsample * grid[1]
 
 
 class _Thread(threading.local):

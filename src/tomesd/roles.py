@@ -57,7 +57,7 @@ class Root(Role):
             return inner(*args, **kwargs)
         latent = self.input(args, kwargs)
         call = Call((latent.shape[-2], latent.shape[-1]), self._timestep(args, kwargs))
-        output = run_inside(Frame(patch, call), inner, *args, **kwargs)
+        output = run_inside(Frame(patch, call, patch.settings), inner, *args, **kwargs)
         if patch.settings.active and not call.merged:
             patch.warn_once(_nothing_merged(patch, call))
         return output
@@ -72,9 +72,9 @@ class Root(Role):
 
 def _nothing_merged(patch: Patch, call: Call) -> str:
     h, w = call.size
-    if call.finest is None:
+    if not call.visits:
         return f"tomesd merged nothing: no attention block ran on the {h}x{w} latent"
-    finest_h, finest_w = call.finest
+    finest_h, finest_w = call.visits[0].grid
     return (
         f"tomesd merged nothing at latent size {h}x{w}: the finest attention works on "
         f"{finest_h}x{finest_w} tokens, which max_downsample={patch.settings.max_downsample}, "
@@ -94,8 +94,9 @@ class Stack(Role):
         frame = current_frame(patch)
         if frame is None:
             _refuse_outside(patch, module)
-            frame = Frame(patch, Call(grid, None))
-        return run_inside(frame.at_grid(*grid), inner, *args, **kwargs)
+            frame = Frame(patch, Call(grid), patch.settings)
+        blocks = len(module.transformer_blocks)  # type: ignore[arg-type]
+        return run_inside(frame.at_grid(grid, blocks), inner, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,9 @@ class Block(Role):
 def _square_frame(patch: Patch, x: Tensor) -> Frame:
     """The frame of a block patched on its own, with nothing around it that knows the grid."""
     side = math.isqrt(x.shape[1])
-    frame = Frame(patch, Call((side, side), None))
+    frame = Frame(patch, Call((side, side)), patch.settings)
     if side * side == x.shape[1]:
-        return frame.at_grid(side, side)
+        return frame.at_grid((side, side), blocks=1)
     patch.warn_once(
         f"tomesd merged nothing: {x.shape[1]} tokens are not a square, and a block patched "
         "on its own cannot know their grid; patch the model around it"
@@ -139,9 +140,9 @@ class Layer(Role):
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         frame = current_frame(patch)
-        plan = frame.plan if frame is not None else None
-        if plan is None or not patch.settings.merges[self.kind]:
+        if frame is None or frame.plan is None or not frame.settings.merges[self.kind]:
             return inner(*args, **kwargs)
+        plan = frame.plan
         x = self.input(args, kwargs)
         reason = self._reason_to_skip(plan.fits(x), kwargs)
         if reason:

@@ -1,0 +1,217 @@
+"""Properties of plans and of the bipartite selector, against a slow and obvious implementation."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tomesd.plan import MergePlan
+from tomesd.selectors import Cells, bipartite, draw_offsets
+
+cells_of = st.builds(
+    Cells.of, st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5)
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Tensor, Cells, int, Tensor]:
+    """A metric, cells with something to remove, how much, and the dst of each cell."""
+    cells = draw(cells_of.filter(lambda c: c.sources > 0))
+    batch = draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    metric = torch.randn(batch, cells.h * cells.w, 5, generator=generator, dtype=torch.float64)
+    remove = draw(st.integers(1, cells.sources))
+    shared = draw(st.booleans())
+    shape = (1 if shared else batch, cells.count)
+    return metric, cells, remove, torch.randint(cells.choices, shape, generator=generator)
+
+
+def slow_slots(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> list[set[frozenset]]:
+    """The groups of tokens of each image, found with loops, as the paper describes them."""
+    batches = []
+    for b in range(metric.shape[0]):
+        dst = []
+        for i in range(cells.count):
+            row, column = divmod(i, cells.w // cells.sx)
+            y, x = divmod(int(offsets[b % offsets.shape[0], i]), cells.sx)
+            dst.append((row * cells.sy + y) * cells.w + column * cells.sx + x)
+        src = [n for n in range(metric.shape[1]) if n not in dst]
+        best = {}
+        for s in src:
+            similarity = [
+                torch.nn.functional.cosine_similarity(metric[b, s], metric[b, d], dim=0).item()
+                for d in dst
+            ]
+            best[s] = max(zip(similarity, dst, strict=True))
+        groups = {d: {d} for d in dst}
+        ranked = sorted(src, key=lambda s: best[s][0], reverse=True)
+        for s in ranked[:remove]:
+            groups[best[s][1]].add(s)
+        batches.append(
+            {frozenset(g) for g in groups.values()} | {frozenset({s}) for s in ranked[remove:]}
+        )
+    return batches
+
+
+def groups_of(plan: MergePlan) -> list[set[frozenset]]:
+    batches = []
+    for row in plan.slot.tolist():
+        members: dict[int, set[int]] = {}
+        for token, slot in enumerate(row):
+            members.setdefault(slot, set()).add(token)
+        batches.append({frozenset(m) for m in members.values()})
+    return batches
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_bipartite_makes_the_groups_of_the_slow_implementation(problem):
+    metric, cells, remove, offsets = problem
+    assert groups_of(bipartite(*problem)) == slow_slots(metric, cells, remove, offsets)
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_every_slot_is_used_and_their_number_is_exact(problem):
+    metric, _, remove, _ = problem
+    plan = bipartite(*problem)
+    slots = metric.shape[1] - remove
+    assert plan.slot.shape == metric.shape[:2]
+    assert plan.size.shape == (metric.shape[0], slots)
+    for row, size in zip(plan.slot, plan.size, strict=True):
+        assert row.unique().tolist() == list(range(slots))
+        assert size.tolist() == row.bincount().tolist()
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_merge_is_the_mean_and_unmerge_gives_it_to_every_member(problem):
+    plan = bipartite(*problem)
+    x = torch.randn(*problem[0].shape[:2], 3, dtype=torch.float64)
+    back = plan.unmerge(plan.merge(x))
+    for b, groups in enumerate(groups_of(plan)):
+        for group in groups:
+            members = sorted(group)
+            mean = x[b, members].mean(0)
+            for token in members:
+                torch.testing.assert_close(back[b, token], mean)
+
+
+@given(problems())
+@settings(max_examples=30, deadline=None)
+def test_merging_what_is_merged_changes_nothing(problem):
+    plan = bipartite(*problem)
+    constant = torch.full((*problem[0].shape[:2], 2), 1.25)
+    assert plan.merge(constant).eq(1.25).all()
+    merged = plan.merge(torch.randn(*problem[0].shape[:2], 2, dtype=torch.float64))
+    torch.testing.assert_close(plan.merge(plan.unmerge(merged)), merged)
+
+
+@given(problems(), st.randoms(use_true_random=False))
+@settings(max_examples=30, deadline=None)
+def test_permuting_the_batch_permutes_the_plan(problem, random):
+    metric, cells, remove, offsets = problem
+    order = list(range(metric.shape[0]))
+    random.shuffle(order)
+    permuted = offsets if offsets.shape[0] == 1 else offsets[order]
+    plan = bipartite(metric, cells, remove, offsets)
+    assert torch.equal(plan.slot[order], bipartite(metric[order], cells, remove, permuted).slot)
+
+
+@given(cells_of, st.data())
+@settings(max_examples=60, deadline=None)
+def test_each_cell_has_one_destination_and_the_rest_are_sources(cells, data):
+    offsets = torch.tensor(
+        [data.draw(st.lists(st.integers(0, cells.choices - 1), min_size=1, max_size=1))]
+        * cells.count
+    ).reshape(1, -1)
+    src, dst = cells.split(offsets)
+    assert sorted(src[0].tolist() + dst[0].tolist()) == list(range(cells.h * cells.w))
+    where = {divmod(d, cells.w) for d in dst[0].tolist()}
+    cell_numbers = {(y // cells.sy, x // cells.sx) for y, x in where}
+    assert len(cell_numbers) == len(where) == cells.count
+    assert src.shape[1] == cells.sources
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_zero_huge_infinite_and_nan_tokens_make_a_valid_plan(dtype):
+    metric = torch.randn(2, 36, 8, dtype=dtype)
+    metric[0, :5] = 0
+    metric[0, 7] = torch.finfo(dtype).max
+    metric[1, 3] = float("nan")
+    metric[1, 9] = float("inf")
+    plan = bipartite(metric, Cells.of(6, 6, 2, 2), 18, torch.zeros(1, 9, dtype=torch.int64))
+    assert (plan.size >= 1).all()
+    # The odd tokens are the worst matches, so with half the tokens left they stay alone.
+    assert plan.size[1, plan.slot[1, 3]] == plan.size[1, plan.slot[1, 9]] == 1
+    large = torch.full((2, 36, 8), torch.finfo(dtype).max / 2, dtype=dtype)
+    assert plan.merge(large).isfinite().all()  # a sum in half precision would overflow
+
+
+def test_only_the_needed_scores_are_ever_held(monkeypatch):
+    """The largest tensor of the matching is no larger than the tokens it works on."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage().nbytes() // tensor.element_size()
+                    self.elements = max(self.elements, storage)
+            return out
+
+    h = w = 64
+    metric = torch.randn(2, h * w, 32)
+    with Largest() as largest:
+        bipartite(metric, Cells.of(h, w, 2, 2), h * w // 2, torch.zeros(1, 1024, dtype=torch.int64))
+    assert metric.numel() <= largest.elements  # the instrument sees the normalised tokens
+    assert largest.elements <= metric.numel()
+
+
+class TestDraw:
+    def draw(self, timestep, cells=4096, choices=4, seed=0, level=1):
+        return draw_offsets(cells, choices, seed, level, torch.tensor(timestep).reshape(-1))
+
+    @pytest.mark.parametrize("choices", [1, 2, 3, 4, 16])
+    def test_draws_are_uniform(self, choices):
+        counts = torch.stack(
+            [
+                self.draw(t, choices=choices)[0].bincount(minlength=choices)
+                for t in range(0, 1000, 50)
+            ]
+        ).sum(0)
+        expected = 20 * 4096 / choices
+        chi2 = ((counts - expected) ** 2 / expected).sum()
+        # Mean choices - 1, variance twice that: six standard deviations.
+        assert chi2 <= choices - 1 + 6 * (2 * (choices - 1)) ** 0.5
+
+    @pytest.mark.parametrize(
+        "other",
+        [{"timestep": 501}, {"timestep": 500.5}, {"seed": 1}, {"seed": 2**40}, {"level": 2}],
+    )
+    def test_each_key_draws_independently(self, other):
+        """Two draws agree as often as chance has it: a quarter of the cells, plus or minus."""
+        one = self.draw(500)
+        two = self.draw(**{"timestep": 500, **other})
+        assert abs((one == two).float().mean() - 0.25) < 6 * (0.25 * 0.75 / 4096) ** 0.5
+
+    def test_neighbouring_cells_are_independent(self):
+        draws = self.draw(500)[0]
+        for step in (1, 2, 64):
+            equal = (draws[step:] == draws[:-step]).float().mean()
+            assert abs(equal - 0.25) < 0.05
+
+    def test_the_same_time_is_the_same_draw_whatever_its_type(self):
+        expected = self.draw(500)
+        for dtype in (torch.int32, torch.float32, torch.float64, torch.float16):
+            timestep = torch.tensor([500], dtype=dtype)
+            assert torch.equal(draw_offsets(4096, 4, 0, 1, timestep), expected)
+
+    def test_one_row_per_timestep(self):
+        rows = self.draw([500, 20, 500])
+        assert torch.equal(rows[0], rows[2])
+        assert torch.equal(rows[1:2], self.draw(20))

@@ -136,7 +136,7 @@ def test_each_cell_has_one_destination_and_the_rest_are_sources(cells, data):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_zero_huge_infinite_and_nan_tokens_make_a_valid_plan(dtype):
-    metric = torch.randn(2, 36, 8, dtype=dtype)
+    metric = torch.randn(2, 36, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     metric[0, :5] = 0
     metric[0, 7] = torch.finfo(dtype).max
     metric[1, 3] = float("nan")
@@ -145,7 +145,7 @@ def test_zero_huge_infinite_and_nan_tokens_make_a_valid_plan(dtype):
     assert (plan.size >= 1).all()
     # The odd tokens are the worst matches, so with half the tokens left they stay alone.
     assert plan.size[1, plan.slot[1, 3]] == plan.size[1, plan.slot[1, 9]] == 1
-    large = torch.full((2, 36, 8), torch.finfo(dtype).max / 2, dtype=dtype)
+    large = torch.full((2, 36, 8), 40000.0, dtype=dtype)
     assert plan.merge(large).isfinite().all()  # a sum in half precision would overflow
 
 
@@ -178,12 +178,8 @@ class TestDraw:
 
     @pytest.mark.parametrize("choices", [1, 2, 3, 4, 16])
     def test_draws_are_uniform(self, choices):
-        counts = torch.stack(
-            [
-                self.draw(t, choices=choices)[0].bincount(minlength=choices)
-                for t in range(0, 1000, 50)
-            ]
-        ).sum(0)
+        draws = [self.draw(t, choices=choices)[0] for t in range(0, 1000, 50)]
+        counts = torch.cat(draws).bincount(minlength=choices)
         expected = 20 * 4096 / choices
         chi2 = ((counts - expected) ** 2 / expected).sum()
         # Mean choices - 1, variance twice that: six standard deviations.

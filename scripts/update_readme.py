@@ -1,0 +1,85 @@
+"""Writes the generated parts of README.md: the options table and the results.
+
+    python scripts/update_readme.py           update the file
+    python scripts/update_readme.py --check   fail if it is out of date
+
+A generated part stands between `<!-- NAME -->` and `<!-- /NAME -->`.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+from tomesd import Settings
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring below each field of a class, on one line."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body
+    docs = {}
+    for field, doc in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+            docs[field.target.id] = " ".join(doc.value.value.split())
+    return docs
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def options() -> str:
+    docs = field_docs(Settings)
+    rows = [[f"`{f.name}`", f"`{f.default}`", docs[f.name]] for f in dataclasses.fields(Settings)]
+    return table(["option", "default", "meaning"], rows)
+
+
+def memory() -> str:
+    lines = (RESULTS / "memory_cpu.jsonl").read_text().splitlines()
+    measured = [json.loads(line) for line in lines]
+    base = {row["grid"]: row["forward_mib"] for row in measured if row["library"] == "none"}
+    rows = []
+    for grid, unpatched in base.items():
+        for merged in ("attention", "everything"):
+            found = {
+                row["library"]: row["forward_mib"]
+                for row in measured
+                if row["grid"] == grid and row["merged"] == merged
+            }
+            values = [f"{unpatched:,} MiB"]
+            for library in ("tomesd 0.1.3", "tomesd"):
+                mib = found[library]
+                values.append(f"{mib:,} MiB ({mib / unpatched:.2f}x)")
+            rows.append([grid, merged, *values])
+    return table(["tokens", "merged, r = 0.5", "unpatched", "tomesd 0.1.3", "this library"], rows)
+
+
+def fill(text: str, name: str, content: str) -> str:
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    filled, count = re.subn(pattern, lambda m: f"{m[1]}{content}\n{m[2]}", text, flags=re.S)
+    if count != 1:
+        raise SystemExit(f"README.md must have one part named {name}, not {count}")
+    return filled
+
+
+def main() -> None:
+    old = README.read_text()
+    new = fill(fill(old, "options", options()), "memory", memory())
+    if "--check" in sys.argv:
+        if new != old:
+            raise SystemExit("README.md is out of date: run python scripts/update_readme.py")
+    else:
+        README.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

@@ -62,10 +62,14 @@ def apply_patch(
     targets = find_targets(model)
     remove_patch(model)
     settings.warn_if_capped()
-    for target in targets:
-        patch = Patch(settings, target.rooted)
-        for module, role in target.sites:
-            swap(module, role, patch)
+    try:
+        for target in targets:
+            patch = Patch(settings, target.rooted)
+            for module, role in target.sites:
+                swap(module, role, patch)
+    except BaseException:
+        remove_patch(model)  # nothing is half applied
+        raise
     _log.info("merging tokens in %s", ", ".join(target.name for target in targets))
     return model
 

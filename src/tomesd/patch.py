@@ -15,7 +15,7 @@ from torch import nn
 from .policy import Frame, Patch, current_frame
 from .roles import Block, Role, Root, Stack, run_inside
 
-__all__ = ["patch_of", "restore", "swap"]
+__all__ = ["original_class", "patch_of", "restore", "swap"]
 
 _STATE = "_tomesd"
 _CHECKPOINT = "_gradient_checkpointing_func"
@@ -35,9 +35,7 @@ def swap(module: nn.Module, role: Role, patch: Patch) -> None:
 def restore(module: nn.Module) -> None:
     """Undoes every `swap` of `module`."""
     before: Any = type(module)
-    after = before
-    while hasattr(after, "_tomesd_base"):
-        after = after._tomesd_base
+    after = original_class(module)
     module.__class__ = after
     module.__dict__.pop(_STATE, None)
     _rebind(module, before, after)
@@ -45,6 +43,14 @@ def restore(module: nn.Module) -> None:
 
 def patch_of(module: nn.Module) -> Patch | None:
     return module.__dict__.get(_STATE)
+
+
+def original_class(module: nn.Module) -> Any:
+    """The class of `module` before any `swap`."""
+    cls: Any = type(module)
+    while hasattr(cls, "_tomesd_base"):
+        cls = cls._tomesd_base
+    return cls
 
 
 def _methods(module: nn.Module, role: Role) -> tuple[str, ...]:
@@ -99,7 +105,7 @@ def _in_frame(method: Any) -> Any:
     """Getter of a method that, whenever it is called, runs in the frame it was taken in."""
 
     def get(module: nn.Module) -> Any:
-        return functools.partial(run_inside, _frame_at(module), method, module)
+        return functools.partial(_resume, module, _frame_at(module), method, module)
 
     return get
 
@@ -112,13 +118,24 @@ def _checkpoint_in_frame(module: nn.Module) -> Any:
     frame = _frame_at(module)
 
     def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(functools.partial(run_inside, frame, function), *args, **kwargs)
+        return checkpoint(functools.partial(_resume, module, frame, function), *args, **kwargs)
 
     return run
 
 
 def _set_checkpoint(module: nn.Module, checkpoint: Any) -> None:
     module.__dict__[_CHECKPOINT] = checkpoint
+
+
+def _resume(
+    module: nn.Module, frame: Frame | None, function: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if frame is not None and patch_of(module) is not frame.patch:
+        raise RuntimeError(
+            "the tomesd patch was removed or replaced between a forward pass with gradient "
+            "checkpointing and its backward pass, which has to run the same layers again"
+        )
+    return run_inside(frame, function, *args, **kwargs)
 
 
 def _frame_at(module: nn.Module) -> Frame | None:

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from ..patch import original_class
 from ..roles import Block, Layer, Role, Root, Stack
 from . import diffusers, ldm
-from .table import Family
+from .table import ALIGNED, BLOCK, LAYERS
 
 __all__ = ["Target", "UnsupportedModelError", "find_modules", "find_targets"]
 
 _FAMILIES = diffusers.FAMILIES + ldm.FAMILIES
+_STACKS = {name: path for family in _FAMILIES for name, path in family.stacks.items()}
 _TIMESTEPS = ("timestep", "timesteps")
 
 
@@ -65,9 +67,8 @@ def find_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def _targets(name: str, module: nn.Module) -> Iterator[Target]:
-    family = _family_of(module, "block")
-    if family is not None:
-        yield Target(name, module, False, tuple(_block_sites(module, family)))
+    if BLOCK in _class_names(module):
+        yield Target(name, module, False, tuple(_block_sites(module)))
         return
     sites = tuple(_stack_sites(module))
     if not sites:
@@ -75,7 +76,7 @@ def _targets(name: str, module: nn.Module) -> Iterator[Target]:
     root = _root_role(module)
     if root is not None:
         yield Target(name, module, True, (*sites, (module, root)))
-    elif _family_of(module, "stacks") is not None:
+    elif _stack_name(module) is not None:
         yield Target(name, module, False, sites)
     else:  # a wrapper: the model is further in
         for child_name, child in module.named_children():
@@ -84,24 +85,24 @@ def _targets(name: str, module: nn.Module) -> Iterator[Target]:
 
 def _stack_sites(module: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
     for stack in module.modules():
-        family = _family_of(stack, "stacks")
+        stack_name = _stack_name(stack)
         blocks = getattr(stack, "transformer_blocks", None)
-        if family is None or blocks is None:
+        if stack_name is None or blocks is None:
             continue
         for block in blocks.modules():
-            if _is_a(block, (family.block,)):
-                yield from _block_sites(block, family)
-        path = next(family.stacks[name] for name in _names(stack) if name in family.stacks)
+            if BLOCK in _class_names(block):
+                yield from _block_sites(block)
+        path = _STACKS[stack_name]
         side = (operator.attrgetter(path)(stack) if path else None) or 1
         yield stack, Stack(_parameters(stack)[0], side)
 
 
-def _block_sites(block: nn.Module, family: Family) -> Iterator[tuple[nn.Module, Role]]:
-    for attribute, kind in family.layers.items():
+def _block_sites(block: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
+    for attribute, kind in LAYERS.items():
         layer = getattr(block, attribute, None)
         layer = getattr(layer, "_orig_mod", layer)  # compiled on its own
         if isinstance(layer, nn.Module):
-            yield layer, Layer(_parameters(layer)[0], kind, family.aligned.get(kind, ()))
+            yield layer, Layer(_parameters(layer)[0], kind, ALIGNED.get(kind, ()))
     method = "_forward" if hasattr(type(block), "_forward") else "forward"
     yield block, Block(_parameters(block, method)[0])
 
@@ -114,21 +115,14 @@ def _root_role(module: nn.Module) -> Root | None:
     return None
 
 
-def _family_of(module: nn.Module, part: str) -> Family | None:
-    for family in _FAMILIES:
-        if _is_a(module, (family.block,) if part == "block" else tuple(family.stacks)):
-            return family
-    return None
+def _stack_name(module: nn.Module) -> str | None:
+    return next((name for name in _class_names(module) if name in _STACKS), None)
 
 
-def _is_a(module: nn.Module, names: tuple[str, ...]) -> bool:
-    return any(name in names for name in _names(module))
-
-
-def _names(module: nn.Module) -> list[str]:
+def _class_names(module: nn.Module) -> list[str]:
     return [cls.__name__ for cls in type(module).__mro__]
 
 
 def _parameters(module: nn.Module, method: str = "forward") -> list[str]:
     """Names of the parameters of a method, without self."""
-    return list(inspect.signature(getattr(type(module), method)).parameters)[1:]
+    return list(inspect.signature(getattr(original_class(module), method)).parameters)[1:]

@@ -16,7 +16,5 @@ FAMILIES = (
             "PixArtTransformer2DModel": "config.patch_size",
             "TransformerSpatioTemporalModel": None,
         },
-        layers={"attn1": "attn", "attn2": "crossattn", "ff": "mlp"},
-        aligned={"attn": ("attention_mask",), "crossattn": ("ip_adapter_masks",)},
     ),
 )

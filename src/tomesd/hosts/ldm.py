@@ -8,7 +8,5 @@ FAMILIES = (
     Family(
         name="Stable Diffusion v1 / v2 and Latent Diffusion (ldm, sgm, Forge, ComfyUI)",
         stacks={"SpatialTransformer": None},
-        layers={"attn1": "attn", "attn2": "crossattn", "ff": "mlp"},
-        aligned={"attn": ("mask",)},
     ),
 )

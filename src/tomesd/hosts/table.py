@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Family"]
+__all__ = ["ALIGNED", "BLOCK", "LAYERS", "Family"]
+
+# All families descend from one transformer block, and agree on its names.
+BLOCK = "BasicTransformerBlock"
+
+LAYERS = {"attn1": "attn", "attn2": "crossattn", "ff": "mlp"}
+"""Layers of a block: attribute to kind."""
+
+ALIGNED = {"attn": ("attention_mask", "mask"), "crossattn": ("ip_adapter_masks",)}
+"""Arguments of a layer that line up with its tokens: kind to names."""
 
 
 @dataclass(frozen=True)
@@ -15,8 +24,3 @@ class Family:
     """Classes that hold the blocks: name to where they keep the side of the patch that becomes a
     token (None: each pixel of the feature map is one). They take the feature map as their first
     argument, and their `transformer_blocks` work on image tokens."""
-    layers: dict[str, str]
-    """Layers of a block: attribute to kind."""
-    aligned: dict[str, tuple[str, ...]]
-    """Arguments of a layer that line up with its tokens: kind to names."""
-    block: str = "BasicTransformerBlock"

@@ -1,0 +1,112 @@
+"""describe() against what the model really does: token counts seen by its layers, FLOPs counted."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from zoo_diffusers import (
+    HOSTS,
+    Host,
+    make_controlnet_pipeline,
+    make_sd_pipeline,
+    module_state,
+    tokens_into,
+)
+
+import tomesd
+
+
+@pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
+def test_the_tokens_it_tells_are_those_the_layers_get(host: Host) -> None:
+    model = tomesd.apply_patch(host.build(), ratio=0.4, max_downsample=2)
+    levels = tomesd.describe(model, height=16 * 8, width=16 * 8).parts[0].levels
+    with tokens_into(model) as seen:
+        host.run(model, height=16, width=16)
+    assert {level.merged_tokens for level in levels} <= {tokens for _, tokens, _ in seen.values()}
+    assert any(level.merged_tokens == level.tokens - int(level.tokens * 0.4) for level in levels)
+    assert levels[0].downsample == host.finest
+
+
+def test_flops_are_those_of_a_real_run() -> None:
+    host = HOSTS["sd1"]
+    model = host.build()
+    kinds = {"merge_crossattn": True, "merge_mlp": True}
+    counts = {}
+    for ratio in (0.0, 0.5):
+        tomesd.apply_patch(model, ratio=ratio, **kinds)
+        # Counted with unfused attention, which the counter knows on the CPU without help.
+        with (
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+        ):
+            inputs = tomesd.hosts.inputs.example_inputs(model, (16, 16), 2)
+            with torch.no_grad():
+                model(**inputs)
+        counts[ratio] = counter.get_total_flops()
+    part = tomesd.describe(model, 128, 128).parts[0]
+    assert (part.flops, part.merged_flops) == (counts[0.0], counts[0.5])
+    assert 0 < part.saved < 1
+
+
+def test_an_unpatched_model_is_described_and_left_alone() -> None:
+    model = HOSTS["sdxl"].build()
+    before = module_state(model)
+    text = str(tomesd.describe(model, 128, 128))
+    assert "not patched" in text
+    assert module_state(model) == before
+
+
+def test_a_pipeline_shows_every_model_that_is_patched() -> None:
+    pipe = tomesd.apply_patch(make_controlnet_pipeline(), ratio=0.5)
+    description = tomesd.describe(pipe, 128, 128)
+    assert [part.name for part in description.parts] == ["unet", "controlnet"]
+    assert "controlnet" in str(description)
+
+
+def test_the_scale_of_the_pipelines_own_autoencoder_is_used() -> None:
+    pipe = make_sd_pipeline()
+    size = 16 * pipe.vae_scale_factor
+    assert tomesd.describe(pipe, size, 2 * size).parts[0].latent == (16, 32)
+
+
+def test_a_no_op_is_called_one() -> None:
+    model = tomesd.apply_patch(HOSTS["sdxl"].build(), max_downsample=1)
+    assert "nothing is merged" in str(tomesd.describe(model, 128, 128))
+
+
+def test_weights_and_random_state_are_not_touched() -> None:
+    model = tomesd.apply_patch(HOSTS["sd1"].build())
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    tomesd.describe(model, 128, 128)
+    assert torch.equal(state, torch.get_rng_state())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+
+
+@pytest.mark.parametrize("bad", [0, -8, 4, 12.5, "512", None, True])
+def test_bad_sizes_are_named(bad) -> None:
+    model = HOSTS["sd1"].build()
+    for name in ("height", "width"):
+        with pytest.raises(ValueError, match=f"{name}={bad!r}"):
+            tomesd.describe(model, **{name: bad})
+
+
+def test_models_we_cannot_make_inputs_for_take_the_users() -> None:
+    class OtherUNet(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = HOSTS["sd1"].build()
+
+        def forward(self, latent, timestep, text):
+            return self.inner(latent, timestep, text)
+
+    model = tomesd.apply_patch(OtherUNet())
+    with pytest.raises(tomesd.UnsupportedModelError, match="OtherUNet"):
+        tomesd.describe(model, 128, 128)
+    width = model.inner.config.cross_attention_dim
+    inputs = {
+        "latent": torch.zeros(2, 4, 16, 16),
+        "timestep": torch.tensor(1),
+        "text": torch.zeros(2, 77, width),
+    }
+    assert tomesd.describe(model, 128, 128, inputs=inputs).parts[0].saved > 0

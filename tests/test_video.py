@@ -136,7 +136,7 @@ def test_a_frame_does_not_depend_on_how_other_frames_group(name: str, use_rand: 
 
 
 def test_animatediff_pipeline() -> None:
-    host, unet = fresh("animatediff")
+    unet = fresh("animatediff")[1]
     adapter = diffusers.MotionAdapter(
         block_out_channels=(32, 64, 64),
         motion_layers_per_block=1,

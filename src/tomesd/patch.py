@@ -15,7 +15,7 @@ from torch import nn
 from .policy import Frame, Patch, current_frame
 from .roles import Block, Role, Root, Stack, run_inside
 
-__all__ = ["original_class", "patch_of", "restore", "swap"]
+__all__ = ["original_class", "patch_of", "restore", "role_of", "swap"]
 
 _STATE = "_tomesd"
 _CHECKPOINT = "_gradient_checkpointing_func"
@@ -43,6 +43,12 @@ def restore(module: nn.Module) -> None:
 
 def patch_of(module: nn.Module) -> Patch | None:
     return module.__dict__.get(_STATE)
+
+
+def role_of(module: nn.Module) -> Role | None:
+    """The outermost role that `module` plays."""
+    key: _Key | None = getattr(type(module), "_tomesd_key", None)
+    return key[0] if key is not None else None
 
 
 def original_class(module: nn.Module) -> Any:

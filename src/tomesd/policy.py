@@ -102,9 +102,12 @@ class Frame:
             timestep = torch.zeros(1, device=x.device)
         else:
             timestep = call.timestep.to(x.device).reshape(-1)
-        if timestep.shape[0] > 1:
+        images = timestep.shape[0]
+        if images > 1 and x.shape[0] % images == 0:
             # One timestep per image; a video model folds its frames into the batch.
-            timestep = timestep.repeat_interleave(x.shape[0] // timestep.shape[0])
+            timestep = timestep.repeat_interleave(x.shape[0] // images)
+        elif images > 1:
+            timestep = timestep[:1]  # a part of a batch: in sampling, all have the same timestep
         level = max(-(-call.size[0] // cells.h), -(-call.size[1] // cells.w))
         return draw_offsets(cells.count, cells.choices, settings.seed, level, timestep)
 

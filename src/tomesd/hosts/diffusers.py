@@ -8,8 +8,8 @@ __all__ = ["FAMILIES"]
 # but their tokens are frames. They are not named here, so they are left alone.
 FAMILIES = (
     Family(
-        name="Diffusers (UNet2DConditionModel, ControlNetModel, UNetMotionModel, "
-        "UNetSpatioTemporalConditionModel, UNet3DConditionModel, DiT, PixArt)",
+        name="Diffusers (Stable Diffusion 1, 2, XL and others with a UNet2DConditionModel, their "
+        "ControlNets, AnimateDiff, Stable Video Diffusion, UNet3D, DiT, PixArt)",
         stacks={
             "Transformer2DModel": "config.patch_size",
             "DiTTransformer2DModel": "config.patch_size",

@@ -17,7 +17,9 @@ class MergeWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Settings:
-    """How tokens are merged. The docstrings of the fields are the documentation of the options."""
+    """How tokens are merged."""
+
+    # The docstrings of the fields are the documentation of the options, and the help of commands.
 
     ratio: float = 0.5
     """Share of the tokens to remove, 0 to 1. At most `1 - 1/(sx*sy)` of them can be removed

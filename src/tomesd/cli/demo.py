@@ -1,0 +1,115 @@
+"""tomesd demo: the main job, on the embedded model, in a minute or two."""
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ..generation import Comparison, compare, save_image
+from ..settings import Settings
+from .options import MergeOptions, ModelOptions
+from .progress import progress_bar, shorten
+
+__all__ = ["Demo"]
+
+PROMPTS = (
+    "a whale and two red apples on a sky-blue background",
+    "a cactus on a yellow gradient",
+)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Make a few images with and without merging, and show what it does to them."""
+
+    prompt: tuple[str, ...] = PROMPTS
+    """What to draw."""
+
+    ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
+    """Shares of the tokens to remove."""
+
+    steps: int = 20
+    """Denoising steps."""
+
+    guidance: float = 5.0
+    """How closely to follow the prompt."""
+
+    size: tuple[int, int] | None = None
+    """Width and height in pixels. The model's own if not given."""
+
+    out: Path = Path("demo_output")
+    """Folder for the pictures."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    merge: MergeOptions = field(default_factory=MergeOptions)
+
+    def run(self, console: Console) -> None:
+        merge = self.merge.checked()
+        for ratio in self.ratios:
+            replace(merge, ratio=ratio)  # refuse bad ones before the work begins
+        console.print(f"Loading the model ({self.model.model})", highlight=False)
+        pipe = self.model.load()
+        comparison = self._compare(console, pipe, merge)
+        paths = self._save(comparison)
+        console.print(_table(comparison))
+        console.print("Each picture from the same seed; PSNR and SSIM against the unmerged one.")
+        for path, words in paths.items():
+            console.print(f"  {path}  {words}", highlight=False)
+        console.print(
+            "Your own model: tomesd generate --model PATH_OR_HUB_ID --prompt '...' --ratio 0.5",
+            highlight=False,
+        )
+
+    def _compare(self, console: Console, pipe: object, merge: Settings) -> Comparison:
+        total = len(self.prompt) * (1 + len(self.ratios)) * self.steps
+        with progress_bar(console) as progress:
+            task = progress.add_task("", total=total)
+
+            def on_step(words: str, done: int) -> None:
+                progress.update(task, description=shorten(words), advance=1)
+
+            return compare(
+                pipe,
+                self.prompt,
+                self.ratios,
+                merge,
+                on_step=on_step,
+                steps=self.steps,
+                guidance=self.guidance,
+                size=self.size,
+                seed=merge.seed,
+            )
+
+    def _save(self, comparison: Comparison) -> dict[Path, str]:
+        """Writes everything at the end, so that an interrupted run leaves nothing half done."""
+        middle = min(self.ratios, key=lambda ratio: abs(ratio - 0.5))
+        grid, overlay = self.out / "comparison.png", self.out / "merged_tokens.png"
+        save_image(comparison.grid(difference=middle), grid)
+        save_image(comparison.overlay(), overlay)
+        rows = self.out / "results.jsonl"
+        rows.write_text("".join(json.dumps(asdict(row)) + "\n" for row in comparison.rows))
+        return {
+            grid: "the images side by side, and where they differ",
+            overlay: "which tokens were merged, early, midway and late",
+            rows: "the table",
+        }
+
+
+def _table(comparison: Comparison) -> Table:
+    table = Table()
+    for title in ("ratio", "tokens", "s / image", "speed-up", "peak MiB", "PSNR", "SSIM"):
+        table.add_column(title, justify="right")
+    base = comparison.rows[0].seconds
+    for row in comparison.rows:
+        table.add_row(
+            f"{row.ratio:g}",
+            str(row.tokens),
+            f"{row.seconds:.1f}",
+            f"{base / row.seconds:.2f}x",
+            f"{row.peak_mib:.0f}",
+            "-" if row.psnr is None else f"{row.psnr:.1f}",
+            "-" if row.ssim is None else f"{row.ssim:.3f}",
+        )
+    return table

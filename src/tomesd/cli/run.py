@@ -1,0 +1,77 @@
+"""Parses the command line, runs a command, and turns errors into one line."""
+
+import sys
+import warnings
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+
+from .. import __version__
+from ..generation import LoadError
+from ..hosts import UnsupportedModelError
+from ..settings import MergeWarning
+from .demo import Demo
+from .describe import Describe
+from .generate import Generate
+from .show import Show
+
+__all__ = ["run"]
+
+_COMMANDS: Any = (
+    Annotated[Demo, tyro.conf.subcommand("demo")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Describe, tyro.conf.subcommand("describe")]
+)
+
+
+def run(arguments: list[str]) -> int:
+    """Exit code: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted."""
+    console, errors = Console(), Console(stderr=True)
+    if arguments == ["--version"]:
+        console.print(f"tomesd {__version__}", highlight=False)
+        return 0
+    warnings.showwarning = _show_warning(errors)
+    try:
+        command = tyro.cli(
+            _COMMANDS,
+            prog="tomesd",
+            description="Token merging for diffusion models.",
+            args=arguments,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+        command.run(console)
+        return 0
+    except SystemExit as exit:  # help, or words that do not parse
+        return exit.code if isinstance(exit.code, int) else 2
+    except KeyboardInterrupt:
+        errors.print("tomesd: interrupted")
+        return 130
+    except (LoadError, UnsupportedModelError, ValueError, TypeError) as error:
+        errors.print(f"tomesd: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 2
+    except (torch.OutOfMemoryError, MemoryError):
+        errors.print(
+            "tomesd: out of memory; try a smaller --size, a higher --ratio, --dtype float16 or "
+            "--offload model",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return 1
+    except OSError as error:
+        errors.print(f"tomesd: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 1
+
+
+def _show_warning(errors: Console) -> Any:
+    before = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
+        if issubclass(category, MergeWarning):
+            errors.print(f"tomesd: {message}", highlight=False, markup=False, soft_wrap=True)
+        elif sys.warnoptions:
+            before(message, category, *rest, **more)
+
+    return show

@@ -1,0 +1,116 @@
+"""tomesd show: which tokens are merged, as a picture."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.console import Console
+
+import tomesd
+
+from ..generation import MergeMap, draw_map, map_of_image, record_maps, sample, save_image
+from .options import MergeOptions, ModelOptions
+from .progress import steps_bar
+
+__all__ = ["Show"]
+
+
+@dataclass(frozen=True)
+class Show:
+    """Draw which tokens are merged: each slot in its mean colour, outlined; what is kept, as is."""
+
+    image: Path | None = None
+    """A picture to look at."""
+
+    prompt: str | None = None
+    """Or a prompt: the picture is made first."""
+
+    step: int | None = None
+    """Which denoising step, from 0. The middle one if not given."""
+
+    level: int | None = None
+    """Which level: 1 is full resolution, 2 half of it. The finest that is merged if not given."""
+
+    steps: int = 30
+    """Denoising steps."""
+
+    guidance: float = 5.0
+    """How closely to follow the prompt."""
+
+    size: tuple[int, int] | None = None
+    """Width and height in pixels. The model's own, or the picture's, if not given."""
+
+    out: Path = Path("merge_map.png")
+    """The picture to write."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    merge: MergeOptions = field(default_factory=MergeOptions)
+
+    def run(self, console: Console) -> None:
+        merge = self.merge.checked()
+        if (self.image is None) == (self.prompt is None):
+            raise ValueError("give either --image or --prompt")
+        step = self.steps // 2 if self.step is None else self.step
+        if not 0 <= step < self.steps:
+            raise ValueError(f"step={step}: must be between 0 and {self.steps - 1}")
+        picture = None if self.image is None else _open(self.image)
+        pipe = self.model.load()
+        if picture is not None:
+            picture = _fit(pipe, picture, self.size)
+            noise = 1 - (step + 0.5) / self.steps
+            maps = map_of_image(pipe, picture, merge, prompt="", noise=noise)
+            map = self._choose(maps, 0)
+        else:
+            assert self.prompt is not None
+            with (
+                tomesd.patched(pipe, **asdict(merge)),
+                record_maps(pipe) as maps,
+                steps_bar(console, self.prompt, self.steps) as on_step,
+            ):
+                picture = sample(
+                    pipe,
+                    self.prompt,
+                    steps=self.steps,
+                    guidance=self.guidance,
+                    size=self.size,
+                    seed=merge.seed,
+                    on_step=on_step,
+                ).image
+            map = self._choose(maps, step)
+        save_image(draw_map(map, picture), self.out)
+        h, w = map.slot.shape
+        left = int(map.slot.max()) + 1
+        console.print(
+            f"{self.out}  {h}x{w} tokens in {left} slots, at 1/{map.downsample} of the latent, "
+            f"timestep {map.timestep:.0f}",
+            highlight=False,
+        )
+
+    def _choose(self, maps: list[MergeMap], step: int) -> MergeMap:
+        levels = sorted({map.downsample for map in maps})
+        if not levels:
+            raise ValueError("nothing is merged with these options at this size")
+        level = levels[0] if self.level is None else self.level
+        if level not in levels:
+            raise ValueError(
+                f"level={level}: merged are {', '.join(map(str, levels))}; "
+                "--max-downsample merges more"
+            )
+        at_level = [map for map in maps if map.downsample == level]
+        first = [map for map in at_level if map.layer == at_level[0].layer]
+        return first[min(step, len(first) - 1)]
+
+
+def _open(path: Path) -> Image.Image:
+    try:
+        return Image.open(path).convert("RGB")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"image={str(path)!r}: {error}") from error
+
+
+def _fit(pipe: Any, picture: Image.Image, size: tuple[int, int] | None) -> Image.Image:
+    """The picture at a size that the model can take."""
+    unit = 8 * pipe.vae_scale_factor
+    width, height = size or picture.size
+    return picture.resize((max(unit, width // unit * unit), max(unit, height // unit * unit)))

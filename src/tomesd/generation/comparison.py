@@ -1,0 +1,183 @@
+"""The same images with and without merging, side by side, with what they cost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageChops, ImageDraw, ImageFont
+from torchmetrics.functional.image import (
+    peak_signal_noise_ratio,
+    structural_similarity_index_measure,
+)
+
+import tomesd
+
+from ..selectors import Cells
+from ..settings import Settings
+from .maps import MergeMap, draw_map, record_maps
+from .sampling import Sample, sample
+
+__all__ = ["Comparison", "Row", "compare", "label_grid"]
+
+_AMPLIFY = 4
+"""How much the picture of differences is brightened."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Means over the prompts for one ratio."""
+
+    ratio: float
+    seconds: float
+    peak_mib: float
+    tokens: int
+    """Tokens that the merged layers work on."""
+    psnr: float | None
+    """Against the unmerged images, in dB. None for those themselves, and for identical ones."""
+    ssim: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    prompts: tuple[str, ...]
+    ratios: tuple[float, ...]
+    images: tuple[tuple[Image.Image, ...], ...]
+    """One row per prompt, one image per ratio."""
+    rows: tuple[Row, ...]
+    maps: tuple[MergeMap, ...]
+    """An early, a middle and a late step of the first prompt, at the ratio next to one half."""
+
+    def grid(self, difference: float = 0.5) -> Image.Image:
+        """All images, and the difference between the unmerged ones and those at one ratio."""
+        column = self.ratios.index(difference)
+        titles = ["unmerged" if r == 0 else f"ratio {r:g}" for r in self.ratios]
+        titles.append(f"|unmerged - {difference:g}| x{_AMPLIFY}")
+        rows = [[*images, _difference(images[0], images[column])] for images in self.images]
+        return label_grid(rows, titles, list(self.prompts))
+
+    def overlay(self) -> Image.Image:
+        """What was merged at the steps that were recorded, on the finished picture."""
+        ratio = _middle(self.ratios)
+        image = self.images[0][self.ratios.index(ratio)]
+        pictures = [image, *(draw_map(map, image) for map in self.maps)]
+        titles = [f"ratio {ratio:g}", *(f"merged at t = {map.timestep:.0f}" for map in self.maps)]
+        side = max(picture.width for picture in pictures)
+        pictures = [p.resize((side, side * p.height // p.width)) for p in pictures]
+        return label_grid([pictures], titles, [self.prompts[0]])
+
+
+def compare(
+    pipe: Any,
+    prompts: Sequence[str],
+    ratios: Sequence[float] = (0.25, 0.5, 0.75),
+    settings: Settings | None = None,
+    *,
+    on_step: Callable[[str, int], None] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Makes each prompt's image unmerged and at every ratio, from the same seed.
+
+    Args:
+        settings: everything but the ratio.
+        on_step: called with what is being made and the number of steps done.
+        options: as in `sample`.
+    """
+    settings = settings or Settings()
+    ratios = (0.0, *ratios)
+    # The first images of a process are slow, merged or not: their time would be no comparison.
+    for ratio in (0.0, _middle(ratios)):
+        sample(pipe, prompts[0], replace(settings, ratio=ratio), **{**options, "steps": 1})
+    samples: list[list[Sample]] = []
+    maps: list[MergeMap] = []
+    for number, prompt in enumerate(prompts):
+        samples.append([])
+        for ratio in ratios:
+            step = None
+            if on_step is not None:
+                words = f"{'unmerged' if ratio == 0 else f'ratio {ratio:g}'}: {prompt}"
+                step = _named(on_step, words)
+            merge = replace(settings, ratio=ratio)
+            record = number == 0 and ratio == _middle(ratios)
+            made, seen = _sample(pipe, prompt, merge, record, on_step=step, **options)
+            samples[-1].append(made)
+            maps += seen
+    width, height = samples[0][0].image.size
+    h, w = tomesd.describe(pipe, height, width).parts[0].levels[0].grid
+    cells = Cells.of(h, w, settings.sy, settings.sx)
+    by_ratio = [list(column) for column in zip(*samples, strict=True)]
+    rows = tuple(
+        _row(ratio, made, by_ratio[0], h * w - cells.removable(ratio))
+        for ratio, made in zip(ratios, by_ratio, strict=True)
+    )
+    images = tuple(tuple(made.image for made in row) for row in samples)
+    return Comparison(tuple(prompts), ratios, images, rows, tuple(_three(maps)))
+
+
+def _named(on_step: Callable[[str, int], None], words: str) -> Callable[[int], None]:
+    return lambda done: on_step(words, done)
+
+
+def _sample(
+    pipe: Any, prompt: str, merge: Settings, record: bool, **options: Any
+) -> tuple[Sample, list[MergeMap]]:
+    if not record:
+        return sample(pipe, prompt, merge, **options), []
+    with tomesd.patched(pipe, **asdict(merge)), record_maps(pipe) as maps:
+        made = sample(pipe, prompt, **options)
+    return made, [map for map in maps if map.layer == maps[0].layer]
+
+
+def _three(maps: list[MergeMap]) -> list[MergeMap]:
+    """An early, a middle and a late one."""
+    return [maps[round(share * (len(maps) - 1))] for share in (0.1, 0.5, 0.9)] if maps else []
+
+
+def _middle(ratios: Sequence[float]) -> float:
+    return min(ratios, key=lambda ratio: abs(ratio - 0.5))
+
+
+def _row(ratio: float, made: list[Sample], base: list[Sample], tokens: int) -> Row:
+    pairs = [
+        (_tensor(one.image), _tensor(other.image)) for one, other in zip(made, base, strict=True)
+    ]
+    psnr = ssim = None
+    if any(not torch.equal(one, other) for one, other in pairs):
+        psnr = float(np.mean([peak_signal_noise_ratio(*p, data_range=1.0) for p in pairs]))
+        ssim = float(
+            np.mean([structural_similarity_index_measure(*p, data_range=1.0) for p in pairs])
+        )
+    seconds = float(np.mean([one.seconds for one in made]))
+    return Row(ratio, seconds, max(one.peak_mib for one in made), tokens, psnr, ssim)
+
+
+def _tensor(image: Image.Image) -> torch.Tensor:
+    """`[1, 3, H, W]` in 0 to 1."""
+    pixels = torch.from_numpy(np.array(image.convert("RGB")))
+    return pixels.permute(2, 0, 1)[None].float() / 255
+
+
+def _difference(one: Image.Image, other: Image.Image) -> Image.Image:
+    difference = ImageChops.difference(one.convert("RGB"), other.convert("RGB"))
+    return difference.point(lambda value: min(255, value * _AMPLIFY))
+
+
+def label_grid(
+    rows: Sequence[Sequence[Image.Image]], titles: Sequence[str], captions: Sequence[str]
+) -> Image.Image:
+    """Pictures of one size in a grid, with a title over each column and a caption over each row."""
+    width, height = rows[0][0].size
+    gap, title, caption = 8, 26, 24
+    font, small = ImageFont.load_default(16), ImageFont.load_default(14)
+    total = (len(titles) * (width + gap) + gap, title + len(rows) * (caption + height + gap))
+    canvas = Image.new("RGB", total, "white")
+    draw = ImageDraw.Draw(canvas)
+    for x, words in enumerate(titles):
+        draw.text((gap + x * (width + gap), 5), words, fill="black", font=font)
+    for y, (row, words) in enumerate(zip(rows, captions, strict=True)):
+        top = title + y * (caption + height + gap)
+        draw.text((gap, top + 3), words, fill="#555555", font=small)
+        for x, picture in enumerate(row):
+            canvas.paste(picture.convert("RGB"), (gap + x * (width + gap), top + caption))
+    return canvas

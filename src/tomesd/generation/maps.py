@@ -1,0 +1,153 @@
+"""Merge maps: which tokens shared a slot, as a picture."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import nn
+
+import tomesd
+
+from ..hosts import find_modules
+from ..patch import patch_of, role_of
+from ..policy import current_frame
+from ..roles import Layer
+from ..settings import Settings
+from .loading import denoiser
+
+__all__ = ["MergeMap", "draw_map", "map_of_image", "record_maps"]
+
+
+@dataclass(frozen=True)
+class MergeMap:
+    """The slots of one image's tokens in one block at one step."""
+
+    layer: str
+    """Name of the layer it was recorded at."""
+    timestep: float
+    downsample: int
+    slot: NDArray[np.int64]
+    """Slot of each token, `[h, w]`."""
+
+    @property
+    def members(self) -> NDArray[np.int64]:
+        """Tokens in the slot of each token, `[h, w]`."""
+        counts: NDArray[np.int64] = np.bincount(self.slot.ravel())
+        return counts[self.slot]
+
+
+@contextmanager
+def record_maps(model: Any, item: int = -1) -> Iterator[list[MergeMap]]:
+    """Collects the map of every merged self-attention that runs inside the `with` block.
+
+    Args:
+        model: as in `apply_patch`, and patched.
+        item: which item of the batch; the last one is conditional under guidance.
+    """
+    maps: list[MergeMap] = []
+
+    def recorder(name: str) -> Any:
+        def record(layer: nn.Module, *_: Any) -> None:
+            patch = patch_of(layer)
+            frame = current_frame(patch) if patch is not None else None
+            if frame is None or frame.plan is None or frame.grid is None:
+                return
+            h, w = frame.grid
+            time = frame.call.timestep
+            maps.append(
+                MergeMap(
+                    layer=name,
+                    timestep=0.0 if time is None else float(time.flatten()[-1]),
+                    downsample=max(-(-frame.call.size[0] // h), -(-frame.call.size[1] // w)),
+                    slot=frame.plan.slot[item].reshape(h, w).cpu().numpy(),
+                )
+            )
+
+        return record
+
+    handles = []
+    for part_name, part in find_modules(model).items():
+        for name, module in part.named_modules():
+            role = role_of(module)
+            if isinstance(role, Layer) and role.kind == "attn":
+                handles.append(module.register_forward_pre_hook(recorder(f"{part_name}.{name}")))
+    try:
+        yield maps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def map_of_image(
+    pipe: Any, image: Image.Image, settings: Settings, *, prompt: str = "", noise: float = 0.3
+) -> list[MergeMap]:
+    """The maps of a given picture: it is noised to a share of the schedule, and denoised one step.
+
+    Args:
+        pipe: a Stable Diffusion pipeline.
+        noise: where in the schedule, 0 (clean) to 1 (pure noise).
+    """
+    model, device = denoiser(pipe), denoiser(pipe).device
+    pixels = torch.from_numpy(np.asarray(image.convert("RGB"))).permute(2, 0, 1)[None]
+    pixels = pixels.to(device, model.dtype) / 127.5 - 1
+    config = pipe.vae.config
+    latent = pipe.vae.encode(pixels).latent_dist.mode()
+    latent = (latent - (getattr(config, "shift_factor", None) or 0)) * config.scaling_factor
+    steps = pipe.scheduler.config.num_train_timesteps
+    timestep = torch.tensor([round(noise * (steps - 1))], device=device)
+    generator = torch.Generator("cpu").manual_seed(settings.seed)
+    drawn = torch.randn(latent.shape, generator=generator).to(latent)
+    noisy = pipe.scheduler.add_noise(latent, drawn, timestep)
+    text, _ = pipe.encode_prompt(prompt, device, 1, False)
+    with tomesd.patched(pipe, **settings.__dict__), record_maps(pipe) as maps:
+        model(noisy, timestep, encoder_hidden_states=text)
+    return maps
+
+
+def draw_map(map: MergeMap, image: Image.Image, *, scale: int | None = None) -> Image.Image:
+    """The picture as its slots see it: each in the mean colour of its tokens, with its border.
+
+    Tokens that stayed alone are drawn as they are, without a border; so what is flat and outlined
+    was merged, and what looks like the picture was kept.
+
+    Args:
+        image: the picture that the tokens belong to, of any size.
+        scale: pixels per token; as many as `image` has if None, but at least 6.
+    """
+    h, w = map.slot.shape
+    scale = max(6, image.width // w) if scale is None else scale
+    tokens = _token_colors(image, h, w)
+    slot = map.slot.ravel()
+    count = np.bincount(slot)
+    flat = tokens.reshape(-1, 3)
+    mean = np.stack([np.bincount(slot, flat[:, c]) / count for c in range(3)], axis=1)[slot]
+    canvas = np.kron(mean.reshape(h, w, 3), np.ones((scale, scale, 1)))
+    original = np.asarray(image.convert("RGB").resize((w * scale, h * scale)), dtype=float)
+    alone = np.kron(map.members == 1, np.ones((scale, scale), dtype=bool))
+    canvas[alone] = original[alone]
+    canvas[_borders(map.slot, map.members, scale)] *= 0.35
+    return Image.fromarray(canvas.round().clip(0, 255).astype(np.uint8))
+
+
+def _token_colors(image: Image.Image, h: int, w: int) -> NDArray[np.float64]:
+    small = image.convert("RGB").resize((w, h), Image.Resampling.BOX)
+    return np.asarray(small, dtype=float)
+
+
+def _borders(slot: NDArray[np.int64], members: NDArray[np.int64], scale: int) -> NDArray[np.bool_]:
+    """Pixels on the line between a merged token and a neighbour in another slot."""
+    h, w = slot.shape
+    lines = np.zeros((h * scale, w * scale), dtype=bool)
+    merged = members > 1
+    right = (slot[:, 1:] != slot[:, :-1]) & (merged[:, 1:] | merged[:, :-1])
+    below = (slot[1:] != slot[:-1]) & (merged[1:] | merged[:-1])
+    across, down = np.ones((scale, 1), dtype=bool), np.ones((1, scale), dtype=bool)
+    lines[:, scale - 1 : -1 : scale] |= np.kron(right, across)
+    lines[scale - 1 : -1 : scale] |= np.kron(below, down)
+    return lines

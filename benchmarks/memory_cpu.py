@@ -19,9 +19,9 @@ import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "memory_cpu.jsonl"
-# Tensors get pages of their own, which go back when they are freed: the resident memory is then
-# what is in use, and not what the allocator keeps.
-ENV = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+# Tensors get pages of their own, which go back when they are freed, and the matrix library keeps no
+# buffers: the resident memory is then what is in use, and not what is kept for later.
+ENV = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
 SETTINGS = {
     "unpatched": None,
     "attention": {},

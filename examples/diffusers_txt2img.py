@@ -11,7 +11,7 @@ import tomesd
 model, prompt = sys.argv[1:3]
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.float16 if device == "cuda" else torch.float32
-pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=dtype).to(device)
+pipe = DiffusionPipeline.from_pretrained(model).to(device, dtype)
 
 for ratio in (0.0, 0.5):
     with tomesd.patched(pipe, ratio=ratio):

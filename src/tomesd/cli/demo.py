@@ -49,17 +49,16 @@ class Demo:
         merge = self.merge.checked()
         for ratio in self.ratios:
             replace(merge, ratio=ratio)  # refuse bad ones before the work begins
-        console.print(f"Loading the model ({self.model.model})", highlight=False)
+        console.print(f"Loading the model ({self.model.model})")
         pipe = self.model.load()
         comparison = self._compare(console, pipe, merge)
         paths = self._save(comparison)
-        console.print(_table(comparison))
+        console.print(_table(comparison), soft_wrap=False)
         console.print("Each picture from the same seed; PSNR and SSIM against the unmerged one.")
         for path, words in paths.items():
-            console.print(f"  {path}  {words}", highlight=False)
+            console.print(f"  {path}  {words}")
         console.print(
             "Your own model: tomesd generate --model PATH_OR_HUB_ID --prompt '...' --ratio 0.5",
-            highlight=False,
         )
 
     def _compare(self, console: Console, pipe: object, merge: Settings) -> Comparison:

@@ -26,4 +26,4 @@ class Describe:
         pipe = self.model.load()
         width, height = self.size
         with tomesd.patched(pipe, **asdict(merge)):
-            console.print(str(tomesd.describe(pipe, height, width)), highlight=False)
+            console.print(str(tomesd.describe(pipe, height, width)))

@@ -67,7 +67,7 @@ class Generate:
                     )
                 path = self.out / f"{_slug(prompt)}-{seed}.png"
                 save_image(made.image, path, {"model": self.model.model, **made.metadata})
-                console.print(f"{path}  {made.seconds:.1f} s", highlight=False)
+                console.print(f"{path}  {made.seconds:.1f} s")
 
     def _prompts(self) -> list[str]:
         prompts = list(self.prompt)

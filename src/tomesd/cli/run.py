@@ -29,9 +29,12 @@ _COMMANDS: Any = (
 
 def run(arguments: list[str]) -> int:
     """Exit code: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted."""
-    console, errors = Console(), Console(stderr=True)
+    console, errors = (
+        Console(highlight=False, markup=False, soft_wrap=True, stderr=stderr)
+        for stderr in (False, True)
+    )
     if arguments == ["--version"]:
-        console.print(f"tomesd {__version__}", highlight=False)
+        console.print(f"tomesd {__version__}")
         return 0
     warnings.showwarning = _show_warning(errors)
     try:
@@ -50,18 +53,16 @@ def run(arguments: list[str]) -> int:
         errors.print("tomesd: interrupted")
         return 130
     except (LoadError, UnsupportedModelError, ValueError, TypeError) as error:
-        errors.print(f"tomesd: {error}", highlight=False, markup=False, soft_wrap=True)
+        errors.print(f"tomesd: {error}")
         return 2
     except (torch.OutOfMemoryError, MemoryError):
         errors.print(
             "tomesd: out of memory; try a smaller --size, a higher --ratio, --dtype float16 or "
             "--offload model",
-            highlight=False,
-            soft_wrap=True,
         )
         return 1
     except OSError as error:
-        errors.print(f"tomesd: {error}", highlight=False, markup=False, soft_wrap=True)
+        errors.print(f"tomesd: {error}")
         return 1
 
 
@@ -70,7 +71,7 @@ def _show_warning(errors: Console) -> Any:
 
     def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
         if issubclass(category, MergeWarning):
-            errors.print(f"tomesd: {message}", highlight=False, markup=False, soft_wrap=True)
+            errors.print(f"tomesd: {message}")
         elif sys.warnoptions:
             before(message, category, *rest, **more)
 

@@ -84,7 +84,6 @@ class Show:
         console.print(
             f"{self.out}  {h}x{w} tokens in {left} slots, at 1/{map.downsample} of the latent, "
             f"timestep {map.timestep:.0f}",
-            highlight=False,
         )
 
     def _choose(self, maps: list[MergeMap], step: int) -> MergeMap:

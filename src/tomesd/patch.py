@@ -6,7 +6,7 @@ its base's name, so registries and regional compilation find it under that name.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -15,10 +15,13 @@ from torch import nn
 from .policy import Frame, Patch, current_frame
 from .roles import Block, Role, Root, Stack, run_inside
 
-__all__ = ["original_class", "patch_of", "restore", "role_of", "swap"]
+__all__ = ["class_made", "original_class", "patch_of", "restore", "role_of", "swap"]
 
 _STATE = "_tomesd"
 _CHECKPOINT = "_gradient_checkpointing_func"
+
+class_made: list[Callable[[type, type], None]] = []
+"""Called with the base and the new class whenever one is generated. Hosts add to it."""
 
 _Key = tuple[Role, tuple[str, ...]]
 
@@ -88,6 +91,8 @@ def _patched_class(base: Any, role: Role, methods: tuple[str, ...]) -> Any:
     for name in methods:
         method = _method(cls, role, name)
         setattr(cls, name, property(_in_frame(method)) if name == "_forward" else method)
+    for tell in class_made:
+        tell(base, cls)
     return cls
 
 
@@ -95,8 +100,8 @@ def _method(cls: type, role: Role, name: str) -> Any:
     @functools.wraps(getattr(cls, name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__.get(_STATE)
-        if patch is None:  # a hook kept this method beyond remove_patch
-            return getattr(type(self), name)(self, *args, **kwargs)
+        if patch is None or not isinstance(self, cls):  # a hook kept a method of an earlier patch
+            return getattr(original_class(self), name)(self, *args, **kwargs)
         return role.run(self, patch, getattr(super(cls, self), name), args, kwargs)
 
     return method

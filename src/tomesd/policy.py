@@ -30,15 +30,15 @@ class Patch:
     warned: set[str] = field(default_factory=set)
 
     def warn_once(self, message: str) -> None:
-        if message not in self.warned:
-            _warn(self, message)
+        _warn_once(self, message)
 
 
+# Constant to the compiler, so that it runs when the model is traced: compiled models warn too.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _warn(patch: Patch, message: str) -> None:
-    # Marked constant so that a compiled model warns too, when it is traced.
-    patch.warned.add(message)
-    warnings.warn(message, MergeWarning, stacklevel=2)
+def _warn_once(patch: Patch, message: str) -> None:
+    if message not in patch.warned:
+        patch.warned.add(message)
+        warnings.warn(message, MergeWarning, stacklevel=2)
 
 
 @dataclass(eq=False)
@@ -128,7 +128,8 @@ def _level_merges(
 
 
 class _Thread(threading.local):
-    frame: Frame | None = None
+    def __init__(self) -> None:  # runs once in each thread
+        self.frame: Frame | None = None
 
 
 _thread = _Thread()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .policy import Call, Frame, Patch, current_frame, enter_frame
+from .settings import Settings
 
 __all__ = ["Block", "Layer", "Role", "Root", "Stack", "run_inside"]
 
@@ -59,7 +60,7 @@ class Root(Role):
         call = Call((latent.shape[-2], latent.shape[-1]), self._timestep(args, kwargs))
         output = run_inside(Frame(patch, call, patch.settings), inner, *args, **kwargs)
         if patch.settings.active and not call.merged:
-            patch.warn_once(_nothing_merged(patch, call))
+            patch.warn_once(_nothing_merged(patch.settings, call))
         return output
 
     def _timestep(self, args: tuple, kwargs: dict) -> Tensor | None:
@@ -67,19 +68,19 @@ class Root(Role):
         if value is None or isinstance(value, Tensor):
             return value
         # As a number, it would make torch.compile start anew at each step.
-        return torch.as_tensor(value)
+        return torch.tensor([value])
 
 
-def _nothing_merged(patch: Patch, call: Call) -> str:
-    h, w = call.size
-    if not call.visits:
-        return f"tomesd merged nothing: no attention block ran on the {h}x{w} latent"
-    finest_h, finest_w = call.visits[0].grid
+def _nothing_merged(settings: Settings, call: Call) -> str:
+    if torch.compiler.is_compiling():  # numbers may be symbols there, and cannot be told
+        return "tomesd merged nothing: the settings leave nothing to merge at this image size"
+    where = f"at latent size {call.size[0]}x{call.size[1]}"
+    if call.visits:
+        h, w = call.visits[0].grid
+        where += f", where the finest attention has {h}x{w} tokens"
     return (
-        f"tomesd merged nothing at latent size {h}x{w}: the finest attention works on "
-        f"{finest_h}x{finest_w} tokens, which max_downsample={patch.settings.max_downsample}, "
-        f"ratio={patch.settings.ratio:g} and {patch.settings.sx}x{patch.settings.sy} cells "
-        "leave alone"
+        f"tomesd merged nothing {where}: max_downsample={settings.max_downsample}, "
+        f"ratio={settings.ratio:g} and {settings.sx}x{settings.sy} cells leave nothing to merge"
     )
 
 

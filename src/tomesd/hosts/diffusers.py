@@ -1,5 +1,9 @@
 """Hugging Face Diffusers: UNets, ControlNets and the transformers built on the same block."""
 
+import copy
+import sys
+
+from ..patch import class_made
 from .table import Family
 
 __all__ = ["FAMILIES"]
@@ -18,3 +22,22 @@ FAMILIES = (
         },
     ),
 )
+
+
+def _join_registry(base: type, patched: type) -> None:
+    """Puts a new class beside its base in the registry where diffusers looks blocks up.
+
+    Caches, and guidance that skips blocks, find them there by the class itself.
+    """
+    helpers = sys.modules.get("diffusers.hooks._helpers")
+    registry = getattr(helpers, "TransformerBlockRegistry", None)
+    if registry is None:
+        return
+    try:
+        entry = registry.get(base)
+    except ValueError:  # not a block
+        return
+    registry.register(patched, copy.copy(entry))  # a copy, because an entry notes its class
+
+
+class_made.append(_join_registry)

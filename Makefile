@@ -1,18 +1,22 @@
+# make demo   sets everything up and shows token merging at work on the embedded model
 # make test   sets everything up and runs all checks and tests
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
 
-.PHONY: setup test check format clean
+.PHONY: setup demo test check format clean
 
 setup: $(SETUP)
 
-$(SETUP): pyproject.toml requirements/constraints.txt requirements/hosts.txt
+$(SETUP): pyproject.toml demo_model/pyproject.toml requirements/constraints.txt requirements/hosts.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint requirements/constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint requirements/constraints.txt --editable ".[dev]" --editable ./demo_model
 	$(BIN)/pip install --quiet --no-deps --requirement requirements/hosts.txt
 	touch $@
+
+demo: $(SETUP)
+	$(BIN)/tomesd demo
 
 check: $(SETUP)
 	$(BIN)/ruff check .
@@ -21,8 +25,9 @@ check: $(SETUP)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/update_readme.py --check
 
+# One thread per worker: the models are tiny, and more threads only get in each other's way.
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 format: $(SETUP)
 	$(BIN)/ruff check --fix .
@@ -30,4 +35,4 @@ format: $(SETUP)
 	$(BIN)/python scripts/update_readme.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis demo_output

@@ -16,7 +16,7 @@ from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.cache_utils import CacheMixin
 from torch import nn
-from zoo_diffusers import HOSTS, PIXART_CONFIG, module_state, seeded
+from zoo_diffusers import HOSTS, PIXART_CONFIG, make_unet, module_state, seeded
 
 import tomesd
 
@@ -28,6 +28,15 @@ ORDERS = [
     for order in map("".join, itertools.permutations("PUHR"))
     if order.index("P") < order.index("U") and order.index("H") < order.index("R")
 ] + ["PHURPU", "PHUPRU", "PHPRU", "HPUPRU"]
+
+
+def build() -> Any:
+    """A UNet with blocks on the way down, in the middle and on the way up, and little else."""
+    return make_unet(
+        block_out_channels=(32,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+    )
 
 
 def assert_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -200,12 +209,12 @@ KINDS = [
 
 @pytest.fixture(scope="module")
 def plain() -> torch.Tensor:
-    return SD1.run(SD1.build())
+    return SD1.run(build())
 
 
 @pytest.fixture(scope="module")
 def merged() -> torch.Tensor:
-    return SD1.run(tomesd.apply_patch(SD1.build(), **ALL))
+    return SD1.run(tomesd.apply_patch(build(), **ALL))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -218,7 +227,7 @@ def test_any_order(
     A twin model gets the same hooks and no patch: some hooks leave attributes behind.
     """
     assert_differs(merged, plain)
-    unet, twin = SD1.build(), SD1.build()
+    unet, twin = build(), build()
     hooks, twin_hooks = kind(unet), kind(twin)
     is_patched = is_hooked = False
     for action in order:
@@ -252,7 +261,7 @@ def test_any_order(
 
 def test_disk_offload(tmp_path: Path, plain: torch.Tensor, merged: torch.Tensor) -> None:
     for name in ("before", "after"):
-        unet = SD1.build()
+        unet = build()
         if name == "before":
             tomesd.apply_patch(unet, **ALL)
         accelerate.disk_offload(unet, tmp_path / name, execution_device="cpu")
@@ -266,9 +275,9 @@ def test_disk_offload(tmp_path: Path, plain: torch.Tensor, merged: torch.Tensor)
 @pytest.mark.parametrize("order", ["casting, patch", "patch, casting"])
 def test_layerwise_casting(order: str) -> None:
     """Weights are stored in bfloat16 and used in float32: the same as rounding them once."""
-    reference = SD1.build()
+    reference = build()
     skip = diffusers.hooks.layerwise_casting.DEFAULT_SKIP_MODULES_PATTERN
-    cast = SD1.build()
+    cast = build()
     cast.enable_layerwise_casting(torch.bfloat16, torch.float32)
     rounded = {n for n, p in cast.named_parameters() if p.dtype == torch.bfloat16}
     assert len(rounded) > 20 and skip
@@ -279,7 +288,7 @@ def test_layerwise_casting(order: str) -> None:
     plain = SD1.run(reference)
     expected = SD1.run(tomesd.apply_patch(reference, **ALL))
     assert_differs(expected, plain)
-    unet = SD1.build()
+    unet = build()
     for action in order.split(", "):
         if action == "patch":
             tomesd.apply_patch(unet, **ALL)
@@ -295,7 +304,7 @@ def test_torch_hooks_see_and_change_all_tokens() -> None:
     """A hook on a merged layer works on the full set, whenever it was put there."""
     outputs = []
     for order in ("hook, patch", "patch, hook"):
-        unet, seen = SD1.build(), set()
+        unet, seen = build(), set()
 
         def double(module: Any, args: tuple, output: torch.Tensor, seen: set = seen) -> Any:
             seen.add((args[0].shape[1], output.shape[1]))
@@ -311,7 +320,7 @@ def test_torch_hooks_see_and_change_all_tokens() -> None:
         outputs.append(SD1.run(unet))
         assert seen == {(256, 256)}
     assert torch.equal(*outputs)
-    assert_differs(outputs[0], SD1.run(tomesd.apply_patch(SD1.build(), 0.5)))
+    assert_differs(outputs[0], SD1.run(tomesd.apply_patch(build(), 0.5)))
 
 
 # Caches of diffusers. What they keep must be full-size outputs: the next step merges other tokens.

@@ -169,6 +169,8 @@ def test_doing_nothing_is_said_once(
 
 # Odd numbers
 
+HUGE = 2e4
+
 
 def make_scaled_unet(value: float, dtype: torch.dtype) -> Any:
     """A UNet whose blocks get tokens of about this size."""
@@ -177,6 +179,8 @@ def make_scaled_unet(value: float, dtype: torch.dtype) -> Any:
         for name, parameter in unet.named_parameters():
             if ".proj_in." in name:
                 parameter.mul_(value)
+            elif ".proj_out." in name and value > 1:
+                parameter.div_(value)
     return unet.to(dtype)
 
 
@@ -194,9 +198,9 @@ ALL: dict[str, Any] = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True}
 
 @pytest.mark.parametrize("use_rand", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("value", [0.0, 1e-7, 1e3], ids=["zero", "tiny", "huge"])
+@pytest.mark.parametrize("value", [0.0, 1e-7, HUGE], ids=["zero", "tiny", "huge"])
 def test_tokens_without_a_usual_norm(value: float, dtype: torch.dtype, use_rand: bool) -> None:
-    """Zero tokens have no direction, and the squares of large ones overflow float16."""
+    """Zero tokens have no direction, and the norms of large ones overflow float16."""
     unet = make_scaled_unet(value, dtype)
     plain = run_as(unet, dtype)
     assert plain.isfinite().all()
@@ -210,23 +214,24 @@ def test_tokens_without_a_usual_norm(value: float, dtype: torch.dtype, use_rand:
 
 
 def test_huge_tokens_really_are_huge() -> None:
-    """The test above would be idle if float16 could square its tokens."""
-    unet, norms = make_scaled_unet(1e3, torch.float16), []
+    """The test above would be idle if float16 could hold the norms of its tokens."""
+    unet, norms = make_scaled_unet(HUGE, torch.float16), []
     block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
-    block.register_forward_pre_hook(lambda m, a, k=None: norms.append(a[0].norm(dim=-1).max()))
+    block.register_forward_pre_hook(lambda _, args: norms.append(args[0].float().norm(dim=-1)))
     run_as(unet, torch.float16)
-    assert norms[0].float() ** 2 > torch.finfo(torch.float16).max
+    assert norms[0].quantile(0.75) > torch.finfo(torch.float16).max
 
 
-@pytest.mark.parametrize("power", [-8, 6])
+@pytest.mark.parametrize("power", [4, 13])
 def test_matching_in_half_precision_ignores_scale(power: int) -> None:
     """Powers of two change no bits of the direction, so they must not change the matching."""
-    metric = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)).half()
+    metric = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0)).half()
     x = torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(1))
     tokens = []
-    for scaled in (metric, metric * 2.0**power):
+    for scale in (1.0, 2.0**power):
+        assert (metric * scale).isfinite().all()
         merge, _ = tomesd.merge.bipartite_soft_matching_random2d(
-            scaled * 16, 8, 8, 2, 2, 32, no_rand=True
+            metric * scale, 8, 8, 2, 2, 32, no_rand=True
         )
         tokens.append(merge(x))
     assert torch.equal(*tokens)

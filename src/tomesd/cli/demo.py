@@ -15,8 +15,8 @@ from .progress import progress_bar, shorten
 __all__ = ["Demo"]
 
 PROMPTS = (
-    "a whale and two red apples on a sky-blue background",
-    "a cactus on a yellow gradient",
+    "a fox and two pears on a green gradient background",
+    "a penguin on an orange and yellow striped background",
 )
 
 
@@ -30,7 +30,7 @@ class Demo:
     ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of the tokens to remove."""
 
-    steps: int = 20
+    steps: int = 14
     """Denoising steps."""
 
     guidance: float = 5.0

@@ -1,0 +1,30 @@
+"""A small text-to-image latent diffusion model in the diffusers format, for offline use.
+
+from diffusers import StableDiffusionPipeline
+import tomesd_demo_model
+
+pipe = StableDiffusionPipeline.from_pretrained(tomesd_demo_model.path(), safety_checker=None)
+image = pipe("a whale and two red apples on a sky blue background").images[0]
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "held_out_captions", "path"]
+
+
+def path() -> Path:
+    """Folder of the pipeline, for `StableDiffusionPipeline.from_pretrained`."""
+    return Path(str(files(__package__))) / "pipeline"
+
+
+def held_out_captions() -> list[str]:
+    """Captions of object combinations that training never showed, in a fixed order.
+
+    `tomesd_demo_model.captions.sample_captions` makes more of them.
+    """
+    text = (files(__package__) / "held_out_captions.txt").read_text(encoding="utf-8")
+    return text.splitlines()

@@ -1,0 +1,102 @@
+"""The demo, end to end, at a small size, on the embedded model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tomesd_demo_model
+import torch
+from PIL import Image
+
+import tomesd
+from tomesd.cli.run import run
+from tomesd.generation import load_pipeline, sample
+
+PROMPT = "a fox and two pears on a green gradient background"
+SMALL = ["--size", "128", "128", "--steps", "6", "--prompt", PROMPT]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo")
+    assert run(["demo", *SMALL, "--out", str(out)]) == 0
+    return out
+
+
+def rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def test_it_leaves_pictures_that_open_and_a_table(demo: Path) -> None:
+    for name, columns in (("comparison.png", 5), ("merged_tokens.png", 4)):
+        with Image.open(demo / name) as image:
+            image.load()
+            assert image.width > columns * 128
+    assert [row["ratio"] for row in rows(demo)] == [0, 0.25, 0.5, 0.75]
+    assert [row["tokens"] for row in rows(demo)] == [1024, 768, 512, 256]
+
+
+def test_merged_images_differ_but_stay_close(demo: Path) -> None:
+    """Measured: 25.6, 24.9 and 21.2 dB."""
+    base, *merged = rows(demo)
+    assert base["psnr"] is None
+    for row in merged:
+        assert 16 < row["psnr"] < 60
+        assert row["ssim"] < 1
+
+
+def test_higher_ratios_are_not_closer(demo: Path) -> None:
+    psnr = [row["psnr"] for row in rows(demo)[1:]]
+    assert psnr == sorted(psnr, reverse=True)
+
+
+def test_a_second_run_gives_the_same_bytes(demo: Path, tmp_path: Path) -> None:
+    assert run(["demo", *SMALL, "--out", str(tmp_path)]) == 0
+    for name in ("comparison.png", "merged_tokens.png"):
+        assert (demo / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_ratio_zero_is_the_unpatched_pipeline() -> None:
+    pipe = load_pipeline()
+    options = {"steps": 3, "size": (128, 128)}
+    plain = sample(pipe, PROMPT, **options).image
+    assert sample(pipe, PROMPT, tomesd.Settings(ratio=0.0), **options).image == plain
+    assert sample(pipe, PROMPT, tomesd.Settings(ratio=0.5), **options).image != plain
+
+
+@pytest.mark.parametrize("size", [(128, 128), (192, 256), (384, 384)])
+def test_the_model_runs_at_other_sizes(size: tuple[int, int]) -> None:
+    image = sample(load_pipeline(), PROMPT, tomesd.Settings(), steps=1, size=size).image
+    assert image.size == size
+
+
+def test_the_prompt_decides_the_picture() -> None:
+    """A red background is redder than a blue one: the model listens."""
+    pipe = load_pipeline()
+    red, blue = (
+        sample(pipe, f"a penguin on a plain {color} background", steps=8, size=(128, 128)).image
+        for color in ("red", "blue")
+    )
+    corner = (2, 2)
+    assert red.getpixel(corner)[0] > blue.getpixel(corner)[0] + 50
+    assert blue.getpixel(corner)[2] > red.getpixel(corner)[2] + 50
+
+
+def test_the_package_is_small_safe_and_complete() -> None:
+    folder = tomesd_demo_model.path()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 62e6
+    assert {path.suffix for path in files} <= {".json", ".safetensors", ".txt"}
+    captions = tomesd_demo_model.held_out_captions()
+    assert len(captions) == len(set(captions)) >= 500
+
+
+def test_the_top_level_has_as_many_tokens_as_stable_diffusion_at_512() -> None:
+    levels = tomesd.describe(load_pipeline(), 256, 256).parts[0].levels
+    assert [level.tokens for level in levels] == [4096, 1024, 256]
+
+
+def test_patching_it_leaves_the_global_generator_alone() -> None:
+    state = torch.get_rng_state()
+    sample(load_pipeline(), PROMPT, tomesd.Settings(), steps=1, size=(128, 128))
+    assert torch.equal(state, torch.get_rng_state())

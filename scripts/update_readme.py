@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md: the options table and the results.
+"""Writes the generated parts of README.md: the options and the results.
 
     python scripts/update_readme.py           update the file
     python scripts/update_readme.py --check   fail if it is out of date
@@ -43,9 +43,25 @@ def options() -> str:
     return table(["option", "default", "meaning"], rows)
 
 
+def results(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+def demo() -> str:
+    measured = results("demo_cpu")
+    base = measured[0]["step_seconds"]
+    rows = []
+    for row in measured:
+        quality = ["-", "-"]
+        if row["psnr"] is not None:
+            quality = [f"{row['psnr']:.1f} dB", f"{row['ssim']:.3f}"]
+        step = f"{row['step_seconds']:.2f} s ({base / row['step_seconds']:.2f}x)"
+        rows.append([f"{row['ratio']:g}", f"{row['tokens']:,}", step, *quality])
+    return table(["ratio", "tokens", "a step on two CPU cores", "PSNR", "SSIM"], rows)
+
+
 def memory() -> str:
-    lines = (RESULTS / "memory_cpu.jsonl").read_text().splitlines()
-    measured = [json.loads(line) for line in lines]
+    measured = results("memory_cpu")
     base = {row["grid"]: row["forward_mib"] for row in measured if row["library"] == "none"}
     rows = []
     for grid, unpatched in base.items():
@@ -73,7 +89,9 @@ def fill(text: str, name: str, content: str) -> str:
 
 def main() -> None:
     old = README.read_text()
-    new = fill(fill(old, "options", options()), "memory", memory())
+    new = old
+    for name, make in (("demo", demo), ("options", options), ("memory", memory)):
+        new = fill(new, name, make())
     if "--check" in sys.argv:
         if new != old:
             raise SystemExit("README.md is out of date: run python scripts/update_readme.py")

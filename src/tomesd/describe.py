@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from .api import patched
 from .hosts import Target, UnsupportedModelError, find_targets
@@ -17,9 +15,6 @@ from .roles import run_inside
 from .settings import Settings
 
 __all__ = ["Description", "Level", "Part", "describe"]
-
-# The one attention kernel that torch's counter has no entry for.
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
@@ -120,6 +115,8 @@ def describe(
 
 
 def _part(target: Target, size: tuple[int, int], batch: int, inputs: Any) -> Part:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
     patch = patch_of(target.module)
     assert patch is not None
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -139,14 +136,20 @@ def _run(
     module: nn.Module, patch: Patch, settings: Settings, size: tuple[int, int], inputs: Any
 ) -> tuple[int, list[Visit]]:
     """Operations of one call, and the stacks of blocks that it came through."""
+    from torch.utils.flop_counter import FlopCounterMode  # looks for triton
+
     call = Call(size)
-    counter = FlopCounterMode(display=False, custom_mapping={_CPU_ATTENTION: _attention_flops})
+    # The one attention kernel that torch's counter has no entry for.
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    counter = FlopCounterMode(display=False, custom_mapping={cpu_attention: _attention_flops})
     with counter, torch.compiler.set_stance("force_eager"):
         run_inside(Frame(patch, call, settings), module, **inputs)
     return counter.get_total_flops(), call.visits
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
     return sdpa_flop_count(q, k, v)  # type: ignore[no-untyped-call]
 
 

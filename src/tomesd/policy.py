@@ -33,12 +33,15 @@ class Patch:
         _warn_once(self, message)
 
 
-# Constant to the compiler, so that it runs when the model is traced: compiled models warn too.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _warn_once(patch: Patch, message: str) -> None:
     if message not in patch.warned:
         patch.warned.add(message)
         warnings.warn(message, MergeWarning, stacklevel=2)
+
+
+# Constant to the compiler, so that it runs when the model is traced: compiled models warn too.
+# This is torch.compiler.assume_constant_result, which would import the compiler to set a flag.
+_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)

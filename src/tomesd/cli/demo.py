@@ -54,7 +54,8 @@ class Demo:
         comparison = self._compare(console, pipe, merge)
         paths = self._save(comparison)
         console.print(_table(comparison), soft_wrap=False)
-        console.print("Each picture from the same seed; PSNR and SSIM against the unmerged one.")
+        console.print("PSNR and SSIM against the unmerged image of the same seed.")
+        console.print("s / step is the fastest step; the speed-up is taken from it.")
         for path, words in paths.items():
             console.print(f"  {path}  {words}")
         console.print(
@@ -98,15 +99,25 @@ class Demo:
 
 def _table(comparison: Comparison) -> Table:
     table = Table()
-    for title in ("ratio", "tokens", "s / image", "speed-up", "peak MiB", "PSNR", "SSIM"):
+    for title in (
+        "ratio",
+        "tokens",
+        "s / image",
+        "s / step",
+        "speed-up",
+        "peak MiB",
+        "PSNR",
+        "SSIM",
+    ):
         table.add_column(title, justify="right")
-    base = comparison.rows[0].seconds
+    base = comparison.rows[0].step_seconds
     for row in comparison.rows:
         table.add_row(
             f"{row.ratio:g}",
             str(row.tokens),
             f"{row.seconds:.1f}",
-            f"{base / row.seconds:.2f}x",
+            f"{row.step_seconds:.2f}",
+            f"{base / row.step_seconds:.2f}x",
             f"{row.peak_mib:.0f}",
             "-" if row.psnr is None else f"{row.psnr:.1f}",
             "-" if row.ssim is None else f"{row.ssim:.3f}",

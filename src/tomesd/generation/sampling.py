@@ -2,6 +2,7 @@
 
 import ctypes
 import inspect
+import itertools
 import json
 import os
 import threading
@@ -30,6 +31,8 @@ METADATA_KEY = "tomesd"
 class Sample:
     image: Image.Image
     seconds: float
+    step_seconds: float
+    """The fastest step: what a step takes when nothing else gets in its way."""
     peak_mib: float
     """Memory in use at the highest point, beyond what was in use before."""
     metadata: dict[str, Any]
@@ -54,16 +57,16 @@ def sample(
         size: width and height in pixels; the model's own if None.
         on_step: called with the number of steps done.
     """
+    device = denoiser(pipe).device
     if steps < 1:
         raise ValueError(f"steps={steps}: must be at least 1")
     width, height = _checked_size(pipe, size)
     options: dict[str, Any] = {"height": height, "width": width, "guidance_scale": guidance}
     if "negative_prompt" in inspect.signature(pipe.__call__).parameters:
         options["negative_prompt"] = negative_prompt
-    if on_step is not None:
-        options["callback_on_step_end"] = _callback(on_step)
+    clock = [time.perf_counter()]
+    options["callback_on_step_end"] = _callback(clock, device, on_step)
     merging = nullcontext() if settings is None else tomesd.patched(pipe, **asdict(settings))
-    device = denoiser(pipe).device
     with merging, _measured(device) as cost:
         image = pipe(
             prompt,
@@ -85,7 +88,8 @@ def sample(
         "tomesd": tomesd.__version__,
         "torch": torch.__version__,
     }
-    return Sample(image, cost["seconds"], cost["peak_mib"], metadata)
+    step_seconds = min(after - before for before, after in itertools.pairwise(clock))
+    return Sample(image, cost["seconds"], step_seconds, cost["peak_mib"], metadata)
 
 
 def save_image(image: Image.Image, path: Path, metadata: dict[str, Any] | None = None) -> None:
@@ -116,9 +120,17 @@ def _checked_size(pipe: Any, size: tuple[int, int] | None) -> tuple[int, int]:
     return size
 
 
-def _callback(on_step: Callable[[int], None]) -> Callable[..., dict[str, Any]]:
+def _callback(
+    clock: list[float], device: torch.device, on_step: Callable[[int], None] | None
+) -> Callable[..., dict[str, Any]]:
+    """Notes on `clock` when each step ends, and tells `on_step`."""
+
     def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-        on_step(step + 1)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        clock.append(time.perf_counter())
+        if on_step is not None:
+            on_step(step + 1)
         return values
 
     return callback

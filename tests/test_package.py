@@ -1,13 +1,21 @@
 """The package as users install it."""
 
 import re
+import runpy
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+import zoo_ldm
+from omegaconf import OmegaConf
+from PIL import Image
+from torch import nn
 from zoo_diffusers import make_sd_pipeline
+
+import tomesd
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,6 +66,45 @@ def test_the_diffusers_example_runs(tmp_path: Path) -> None:
     assert "merged at ratio 0.5" in out.stdout
     images = [(tmp_path / f"ratio_{ratio}.png").read_bytes() for ratio in (0.0, 0.5)]
     assert images[0] != images[1]
+
+
+class Text(nn.Module):
+    """A text encoder of few words: what a prompt means is how long it is."""
+
+    def encode(self, prompts: list[str]) -> torch.Tensor:
+        return torch.stack(
+            [torch.full((7, zoo_ldm.CONTEXT_DIM), 0.1 * len(prompt)) for prompt in prompts]
+        )
+
+
+def test_the_ldm_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a real LatentDiffusion, from a config and a checkpoint as the repositories have them."""
+    zoo_ldm.latent_diffusion()
+    config = {
+        "target": "ldm.models.diffusion.ddpm.LatentDiffusion",
+        "params": {
+            "unet_config": {
+                "target": "ldm.modules.diffusionmodules.openaimodel.UNetModel",
+                "params": {**zoo_ldm.UNET, "use_checkpoint": False},
+            },
+            "first_stage_config": {"target": "ldm.models.autoencoder.IdentityFirstStage"},
+            "cond_stage_config": {"target": f"{__name__}.Text"},
+            "conditioning_key": "crossattn",
+            "timesteps": 1000,
+            "channels": 4,
+            "use_ema": False,
+        },
+    }
+    OmegaConf.save({"model": config}, tmp_path / "config.yaml")
+    weights = zoo_ldm.build_ldm().state_dict()
+    weights = {f"model.diffusion_model.{name}": value for name, value in weights.items()}
+    torch.save({"state_dict": weights}, tmp_path / "model.ckpt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ldm_txt2img.py", "config.yaml", "model.ckpt", "a cat"])
+    seen = runpy.run_path(str(ROOT / "examples" / "ldm_txt2img.py"))
+    assert "merged at ratio 0.5" in str(tomesd.describe(seen["model"], 512, 512))
+    with Image.open("image.png") as image:
+        assert image.size == (64, 64)
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)

@@ -10,6 +10,7 @@ part of the generated class, so they can be pickled, and equal ones share a clas
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ Inner = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Role:
+class Role(ABC):
     """Base of the roles. `first` names the first parameter of the module's forward."""
 
     first: str
@@ -34,8 +35,9 @@ class Role:
     def input(self, args: tuple, kwargs: dict) -> Tensor:
         return args[0] if args else kwargs[self.first]
 
+    @abstractmethod
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        raise NotImplementedError
+        """Calls `inner`, the module's own method, with what it was given or something merged."""
 
 
 def run_inside(frame: Frame | None, function: Inner, *args: Any, **kwargs: Any) -> Any:

@@ -48,7 +48,7 @@ class Settings:
     """Merge tokens in the feed-forward layers too."""
 
     seed: int = 0
-    """Seed of the random draws: the same seed gives the same image, to the bit."""
+    """Seed of the random draws: the same seed gives the same image."""
 
     def __post_init__(self) -> None:
         _check_real("ratio", self.ratio, low=0.0, high=1.0)

@@ -30,7 +30,7 @@ def bipartite_soft_matching_random2d(
         metric: what similarity is measured on, `[B, h * w, C]`.
         w, h: width and height of the grid, in tokens.
         sx, sy: width and height of a cell.
-        r: tokens to remove; at most one per cell is kept from merging.
+        r: tokens to remove; one per cell always stays, so more than the rest has no effect.
         no_rand: take the top left token of each cell as its destination.
         generator: draws the destinations, unless `no_rand`.
 

@@ -56,8 +56,11 @@ def demo() -> str:
         if row["psnr"] is not None:
             quality = [f"{row['psnr']:.1f} dB", f"{row['ssim']:.3f}"]
         step = f"{row['step_seconds']:.2f} s ({base / row['step_seconds']:.2f}x)"
-        rows.append([f"{row['ratio']:g}", f"{row['tokens']:,}", step, *quality])
-    return table(["ratio", "tokens", "a step on two CPU cores", "PSNR", "SSIM"], rows)
+        memory = f"{row['peak_mib']:.0f} MiB"
+        rows.append([f"{row['ratio']:g}", f"{row['tokens']:,}", step, memory, *quality])
+    return table(
+        ["ratio", "tokens", "a step on two CPU cores", "peak memory", "PSNR", "SSIM"], rows
+    )
 
 
 def memory() -> str:

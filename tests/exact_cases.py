@@ -182,10 +182,10 @@ def forward(case: Case) -> torch.Tensor:
         return model.model.diffusion_model(latent, timesteps, context)
 
 
-def run(case: Case, tomesd: ModuleType) -> torch.Tensor:
+def run(case: Case, tomesd: ModuleType, **options: object) -> torch.Tensor:
     """The patched output, by whichever tomesd is given."""
     model = build(case.host, case.dtype)
-    tomesd.apply_patch(model, use_rand=False, **case.settings)
+    tomesd.apply_patch(model, use_rand=False, **case.settings, **options)
     try:
         return forward(case)
     finally:

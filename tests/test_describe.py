@@ -1,5 +1,7 @@
 """describe() against what the model really does: token counts seen by its layers, FLOPs counted."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,6 +15,8 @@ from zoo_diffusers import (
 )
 
 import tomesd
+from tomesd import kernels
+from tomesd.kernels import Cells, reference
 
 
 @pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
@@ -26,10 +30,16 @@ def test_the_tokens_it_tells_are_those_the_layers_get(host: Host) -> None:
     assert levels[0].downsample == host.finest
 
 
-def test_flops_are_those_of_a_real_run() -> None:
+@pytest.mark.parametrize("share", ["block", "level"])
+def test_flops_are_those_of_a_real_run(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def matching(*args: Any) -> None:
+        """Without the operator around it, the counter sees what the matching does."""
+        *tensors, h, w, sy, sx, remove, key, refresh, _ = args
+        reference.match_tokens(*tensors, Cells(h, w, sy, sx), remove, key, refresh)
+
     host = HOSTS["sd1"]
     model = host.build()
-    kinds = {"merge_crossattn": True, "merge_mlp": True}
+    kinds = {"merge_crossattn": True, "merge_mlp": True, "share": share}
     counts = {}
     for ratio in (0.0, 0.5):
         tomesd.apply_patch(model, ratio=ratio, **kinds)
@@ -39,7 +49,8 @@ def test_flops_are_those_of_a_real_run() -> None:
             FlopCounterMode(display=False) as counter,
         ):
             inputs = tomesd.hosts.inputs.example_inputs(model, (16, 16), 2)
-            with torch.no_grad():
+            with torch.no_grad(), monkeypatch.context() as patching:
+                patching.setattr(kernels, "_match_tokens", matching)
                 model(**inputs)
         counts[ratio] = counter.get_total_flops()
     part = tomesd.describe(model, 128, 128).parts[0]

@@ -146,7 +146,9 @@ def test_each_option_merges_its_own_layer(name: str) -> None:
 
     full = tokens()
     for chosen, layer in options.items():
-        tomesd.apply_patch(model, 0.5, **{option: option == chosen for option in options})
+        tomesd.apply_patch(
+            model, 0.5, **{option: option == chosen for option in options}, when="always"
+        )
         merged = expected_tokens(full, 1, 0.5)
         assert tokens() == {n: merged[n] if n.endswith(layer) else full[n] for n in full}
 
@@ -313,6 +315,8 @@ def test_block_equals_the_slow_account(
             "attn1" in merging,
             "attn2" in merging,
             "ff" in merging,
+            share="block",
+            when="always",
         )
         run = functools.partial(host.run, model, height=latent[0], width=latent[1])
         x, given, output = watch_block(model, path, run)

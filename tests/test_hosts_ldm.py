@@ -106,7 +106,7 @@ def test_every_layer_kind_merges(host: Host) -> None:
     model = host.build()
     outputs = [host.run(model)]
     for kind in ("merge_attn", "merge_crossattn", "merge_mlp"):
-        options = {"merge_attn": False, kind: True}
+        options = {"merge_attn": False, "when": "always", kind: True}
         outputs.append(host.run(tomesd.apply_patch(model, **options)))
     for i, one in enumerate(outputs):
         for other in outputs[:i]:
@@ -171,7 +171,8 @@ def test_code_bases_equal_the_original() -> None:
     text = (1, exact_cases.CONTEXT_TOKENS, exact_cases.CONTEXT_DIM)
     context = exact_cases.noise("context", text, torch.float32)
     for name, model in models.items():
-        tomesd.apply_patch(exact_cases.fill(model), use_rand=False, **case.settings)
+        options = {"use_rand": False, "share": "block", "when": "always"}
+        tomesd.apply_patch(exact_cases.fill(model), **options, **case.settings)
         with torch.no_grad():
             output = exact_cases.sample(model(latent, torch.zeros(1), context))
         torch.testing.assert_close(output, frozen, rtol=2e-5, atol=2e-5, msg=name)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tomesd.plan import MergePlan
-from tomesd.selectors import Cells, bipartite, draw_offsets
+from tomesd.kernels import Cells, draw_key, draw_offsets
+from tomesd.selectors import bipartite
 
 cells_of = st.builds(
     Cells.of, st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5)
@@ -25,6 +26,10 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Cells, int, Tensor]:
     shared = draw(st.booleans())
     shape = (1 if shared else batch, cells.count)
     return metric, cells, remove, torch.randint(cells.choices, shape, generator=generator)
+
+
+def plan_of(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> MergePlan:
+    return bipartite(metric, cells, remove, offsets=offsets)
 
 
 def slow_slots(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> list[set[frozenset]]:
@@ -68,14 +73,14 @@ def groups_of(plan: MergePlan) -> list[set[frozenset]]:
 @settings(max_examples=60, deadline=None)
 def test_bipartite_makes_the_groups_of_the_slow_implementation(problem):
     metric, cells, remove, offsets = problem
-    assert groups_of(bipartite(*problem)) == slow_slots(metric, cells, remove, offsets)
+    assert groups_of(plan_of(*problem)) == slow_slots(metric, cells, remove, offsets)
 
 
 @given(problems())
 @settings(max_examples=60, deadline=None)
 def test_every_slot_is_used_and_their_number_is_exact(problem):
     metric, _, remove, _ = problem
-    plan = bipartite(*problem)
+    plan = plan_of(*problem)
     slots = metric.shape[1] - remove
     assert plan.slot.shape == metric.shape[:2]
     assert plan.size.shape == (metric.shape[0], slots)
@@ -87,7 +92,7 @@ def test_every_slot_is_used_and_their_number_is_exact(problem):
 @given(problems())
 @settings(max_examples=60, deadline=None)
 def test_merge_is_the_mean_and_unmerge_gives_it_to_every_member(problem):
-    plan = bipartite(*problem)
+    plan = plan_of(*problem)
     x = torch.randn(*problem[0].shape[:2], 3, dtype=torch.float64)
     back = plan.unmerge(plan.merge(x))
     for b, groups in enumerate(groups_of(plan)):
@@ -101,7 +106,7 @@ def test_merge_is_the_mean_and_unmerge_gives_it_to_every_member(problem):
 @given(problems())
 @settings(max_examples=30, deadline=None)
 def test_merging_what_is_merged_changes_nothing(problem):
-    plan = bipartite(*problem)
+    plan = plan_of(*problem)
     constant = torch.full((*problem[0].shape[:2], 2), 1.25)
     assert plan.merge(constant).eq(1.25).all()
     merged = plan.merge(torch.randn(*problem[0].shape[:2], 2, dtype=torch.float64))
@@ -115,8 +120,8 @@ def test_permuting_the_batch_permutes_the_plan(problem, random):
     order = list(range(metric.shape[0]))
     random.shuffle(order)
     permuted = offsets if offsets.shape[0] == 1 else offsets[order]
-    plan = bipartite(metric, cells, remove, offsets)
-    assert torch.equal(plan.slot[order], bipartite(metric[order], cells, remove, permuted).slot)
+    plan = plan_of(metric, cells, remove, offsets)
+    assert torch.equal(plan.slot[order], plan_of(metric[order], cells, remove, permuted).slot)
 
 
 @given(cells_of, st.data())
@@ -141,7 +146,7 @@ def test_zero_huge_infinite_and_nan_tokens_make_a_valid_plan(dtype):
     metric[0, 7] = torch.finfo(dtype).max
     metric[1, 3] = float("nan")
     metric[1, 9] = float("inf")
-    plan = bipartite(metric, Cells.of(6, 6, 2, 2), 18, torch.zeros(1, 9, dtype=torch.int64))
+    plan = bipartite(metric, Cells.of(6, 6, 2, 2), 18)
     assert (plan.size >= 1).all()
     # The odd tokens are the worst matches, so with half the tokens left they stay alone.
     assert plan.size[1, plan.slot[1, 3]] == plan.size[1, plan.slot[1, 9]] == 1
@@ -167,14 +172,16 @@ def test_only_the_needed_scores_are_ever_held(monkeypatch):
     h = w = 64
     metric = torch.randn(2, h * w, 32)
     with Largest() as largest:
-        bipartite(metric, Cells.of(h, w, 2, 2), h * w // 2, torch.zeros(1, 1024, dtype=torch.int64))
+        bipartite(metric, Cells.of(h, w, 2, 2), h * w // 2)
     assert metric.numel() <= largest.elements  # the instrument sees the normalised tokens
     assert largest.elements <= metric.numel()
 
 
 class TestDraw:
     def draw(self, timestep, cells=4096, choices=4, seed=0, level=1):
-        return draw_offsets(cells, choices, seed, level, torch.tensor(timestep).reshape(-1))
+        return draw_offsets(
+            cells, choices, draw_key(seed, level), torch.tensor(timestep).reshape(-1)
+        )
 
     @pytest.mark.parametrize("choices", [1, 2, 3, 4, 16])
     def test_draws_are_uniform(self, choices):
@@ -205,7 +212,7 @@ class TestDraw:
         expected = self.draw(500)
         for dtype in (torch.int32, torch.float32, torch.float64, torch.float16):
             timestep = torch.tensor([500], dtype=dtype)
-            assert torch.equal(draw_offsets(4096, 4, 0, 1, timestep), expected)
+            assert torch.equal(draw_offsets(4096, 4, draw_key(0, 1), timestep), expected)
 
     def test_one_row_per_timestep(self):
         rows = self.draw([500, 20, 500])

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from tomesd.plan import MergePlan
-from tomesd.selectors import Cells, bipartite, draw_offsets
+from tomesd.kernels import Cells, draw_key, draw_offsets
+from tomesd.selectors import bipartite
 
 SIDE, CELL, RATIO = 16, 2, 0.5
 PIXEL, GAP, TOP = 13, 92, 64
@@ -101,8 +102,8 @@ def merged_list(left: float, plan: MergePlan, colors: torch.Tensor) -> list[str]
 def main() -> None:
     colors = picture()
     cells = Cells.of(SIDE, SIDE, CELL, CELL)
-    offsets = draw_offsets(cells.count, cells.choices, 0, 1, torch.tensor([500]))
-    plan = bipartite(colors[None] - 0.5, cells, cells.removable(RATIO), offsets)
+    offsets = draw_offsets(cells.count, cells.choices, draw_key(0, 1), torch.tensor([500]))
+    plan = bipartite(colors[None] - 0.5, cells, cells.removable(RATIO), offsets=offsets)
     dst = cells.split(offsets)[1][0].tolist()
     width = SIDE * PIXEL
     second, third = width + GAP, 2 * (width + GAP)

@@ -11,7 +11,7 @@ from torch import nn
 from .hosts import find_modules, find_targets
 from .patch import patch_of, restore, swap
 from .policy import Patch
-from .settings import Settings
+from .settings import Backend, Settings, Share, When
 
 __all__ = ["apply_patch", "patched", "remove_patch"]
 
@@ -31,14 +31,18 @@ def apply_patch(
     merge_mlp: bool = False,
     *,
     seed: int = 0,
+    share: Share = "level",
+    refresh: int = 4,
+    when: When = "if_faster",
+    backend: Backend = "auto",
 ) -> _Model:
     """Makes `model` merge tokens. Patching again replaces the patch before.
 
     Args:
         model: a diffusers pipeline or model, an ldm model, or a wrapper around one. It is changed
             in place. A pipeline's ControlNet is patched too.
-        ratio, max_downsample, sx, sy, use_rand, merge_attn, merge_crossattn, merge_mlp, seed:
-            see `Settings`.
+        ratio, max_downsample, sx, sy, use_rand, merge_attn, merge_crossattn, merge_mlp, seed,
+            share, refresh, when, backend: see `Settings`.
 
     Returns:
         `model` itself.
@@ -58,6 +62,10 @@ def apply_patch(
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,
         seed=seed,
+        share=share,
+        refresh=refresh,
+        when=when,
+        backend=backend,
     )
     targets = find_targets(model)
     remove_patch(model)

@@ -9,6 +9,7 @@ from torch import nn
 from .api import patched
 from .hosts import Target, UnsupportedModelError, find_targets
 from .hosts.inputs import example_inputs
+from .kernels import Cells
 from .patch import patch_of
 from .policy import Call, Frame, Patch, Visit
 from .roles import run_inside
@@ -28,6 +29,8 @@ class Level:
     tokens: int
     merged_tokens: int
     """Tokens that the merged layers work on; equal to `tokens` where nothing is merged."""
+    too_small: bool = False
+    """Whether nothing is merged because it would not be faster."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Part:
         rows = [("level", "grid", "blocks", "tokens", "merged to")]
         for level in self.levels:
             merged = str(level.merged_tokens) if level.merged_tokens < level.tokens else "-"
+            if level.too_small:
+                merged = "left alone: not faster"
             grid = f"{level.grid[0]}x{level.grid[1]}"
             cells = (f"1/{level.downsample}", grid, str(level.blocks), str(level.tokens), merged)
             rows.append(cells)
@@ -127,7 +132,10 @@ def _part(target: Target, size: tuple[int, int], batch: int, inputs: Any) -> Par
                 "pass them: describe(model, height, width, inputs={...})"
             )
         flops, _ = _run(target.module, patch, Settings(ratio=0.0), size, given)
-        merged_flops, visits = _run(target.module, patch, patch.settings, size, given)
+        settings = patch.settings
+        if settings.share == "steps":  # nothing made here may be kept for a real call
+            settings = replace(settings, share="level")
+        merged_flops, visits = _run(target.module, patch, settings, size, given)
     levels = _levels(visits, size)
     return Part(target.name, patch.settings, size, levels, flops, merged_flops)
 
@@ -139,9 +147,13 @@ def _run(
     from torch.utils.flop_counter import FlopCounterMode  # looks for triton
 
     call = Call(size)
-    # The one attention kernel that torch's counter has no entry for.
+    # What torch's counter has no entry for: one attention kernel, and ours.
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    counter = FlopCounterMode(display=False, custom_mapping={cpu_attention: _attention_flops})
+    matching = torch.ops.tomesd.match_tokens
+    counter = FlopCounterMode(
+        display=False,
+        custom_mapping={cpu_attention: _attention_flops, matching: _matching_flops},
+    )
     with counter, torch.compiler.set_stance("force_eager"):
         run_inside(Frame(patch, call, settings), module, **inputs)
     return counter.get_total_flops(), call.visits
@@ -153,14 +165,20 @@ def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return sdpa_flop_count(q, k, v)  # type: ignore[no-untyped-call]
 
 
+def _matching_flops(metric: Any, *rest: Any, **__: Any) -> int:
+    batch, _, channels = metric
+    cells = Cells(*rest[6:10])  # h, w, sy, sx, behind the tensors
+    return 2 * batch * cells.sources * cells.count * channels
+
+
 def _levels(visits: list[Visit], size: tuple[int, int]) -> tuple[Level, ...]:
     """One row per grid, finest first."""
-    blocks: dict[tuple[tuple[int, int], int], int] = {}
+    blocks: dict[tuple[tuple[int, int], int, bool], int] = {}
     for visit in visits:
-        key = (visit.grid, visit.remove)
+        key = (visit.grid, visit.remove, visit.too_small)
         blocks[key] = blocks.get(key, 0) + visit.blocks
     levels = []
-    for ((h, w), remove), count in blocks.items():
+    for ((h, w), remove, too_small), count in blocks.items():
         downsample = max(-(-size[0] // h), -(-size[1] // w))
-        levels.append(Level(downsample, (h, w), count, h * w, h * w - remove))
+        levels.append(Level(downsample, (h, w), count, h * w, h * w - remove, too_small))
     return tuple(sorted(levels, key=lambda level: -level.tokens))

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .selectors import Cells, bipartite
+from .kernels import Cells
+from .selectors import bipartite
 
 __all__ = ["bipartite_soft_matching_random2d", "do_nothing"]
 
@@ -41,14 +42,13 @@ def bipartite_soft_matching_random2d(
     remove = min(r, cells.sources)
     if remove <= 0:
         return do_nothing, do_nothing
-    if no_rand:
-        offsets = torch.zeros(1, cells.count, dtype=torch.int64, device=metric.device)
-    else:
+    offsets = None
+    if not no_rand:
         device = metric.device if generator is None else generator.device
         offsets = torch.randint(
             cells.choices, (1, cells.count), device=device, generator=generator
         ).to(metric.device)
-    plan = bipartite(metric, cells, remove, offsets)
+    plan = bipartite(metric, cells, remove, offsets=offsets)
 
     def merge(x: Tensor, mode: str = "mean") -> Tensor:
         if mode == "mean":

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from . import kernels
@@ -20,12 +21,31 @@ class MergePlan:
     slot: Tensor
     """Slot of each token, `[B, N]`, int64 in `[0, M)`. Every slot has at least one token."""
 
-    size: Tensor
-    """Tokens in each slot, `[B, M]`, float32."""
+    order: Tensor
+    """The tokens listed slot by slot, `[B, N]`, int32."""
+
+    start: Tensor
+    """Where each slot's tokens begin in `order`, and N at the end, `[B, M + 1]`, int32."""
+
+    triton: bool = False
+    """Whether the Triton kernels do the work."""
 
     @classmethod
-    def from_slots(cls, slot: Tensor, slots: int) -> "MergePlan":
-        return cls(slot, kernels.slot_size(slot, slots))
+    def empty(
+        cls, batch: int, n: int, slots: int, device: torch.device, triton: bool
+    ) -> "MergePlan":
+        """A plan to be filled in."""
+        return cls(
+            torch.empty(batch, n, dtype=torch.int64, device=device),
+            torch.empty(batch, n, dtype=torch.int32, device=device),
+            torch.empty(batch, slots + 1, dtype=torch.int32, device=device),
+            triton,
+        )
+
+    @property
+    def size(self) -> Tensor:
+        """Tokens in each slot, `[B, M]`."""
+        return self.start[:, 1:] - self.start[:, :-1]
 
     def fits(self, x: Tensor) -> bool:
         """Whether `x` holds the tokens `[B, N, ...]` that this plan was made for."""
@@ -33,8 +53,8 @@ class MergePlan:
 
     def merge(self, x: Tensor) -> Tensor:
         """Mean of each slot's tokens: `[B, N, C]` to `[B, M, C]`."""
-        return kernels.slot_mean(x, self.slot, self.size)
+        return kernels.slot_mean(x, self.slot, self.order, self.start, self.triton)
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Gives every token what its slot got: `[B, M, C]` to `[B, N, C]`."""
-        return kernels.slot_gather(y, self.slot)
+        return kernels.slot_gather(y, self.slot, self.triton)

@@ -6,18 +6,60 @@ calling thread, so threads can share a model, and it can be kept and entered aga
 what gradient checkpointing needs.
 """
 
+import sys
 import threading
+import uuid
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from . import kernels
+from .cost import Device, merging_pays
+from .kernels import Cells
 from .plan import MergePlan
-from .selectors import Cells, bipartite, draw_offsets
+from .selectors import bipartite
 from .settings import MergeWarning, Settings
 
-__all__ = ["Call", "Frame", "Patch", "Visit", "current_frame", "enter_frame"]
+__all__ = ["Call", "Frame", "Patch", "Planner", "Visit", "current_frame", "enter_frame"]
+
+
+Planner = Callable[["Frame", Tensor], Any]
+"""Makes the plan of a block from its frame and its input `[B, N, C]`."""
+
+
+@dataclass(eq=False)
+class KeptPlan:
+    """A plan that outlives the call it was made in."""
+
+    plan: MergePlan
+    clock: Tensor
+
+
+class KeptPlans(threading.local):
+    """The plans kept by each thread, one attribute for each."""
+
+
+def shared_plan(frame: "Frame", x: Tensor) -> MergePlan:
+    """The plan of a block, made or found as `share` says."""
+    settings, call = frame.settings, frame.call
+    if settings.share == "block":
+        return frame.make_plan(x)
+    for grid, plan in call.plans:
+        if grid == frame.grid and plan.fits(x):
+            return plan
+    # What is kept is written over later, when a backward pass might still need it.
+    keep = settings.share == "steps" and call.timestep is not None and not x.requires_grad
+    plan = frame.keep_plan(x) if keep else frame.make_plan(x)
+    call.plans.append((frame.grid, plan))
+    return plan
+
+
+_patches: "WeakValueDictionary[str, Patch]" = WeakValueDictionary()
 
 
 @dataclass(eq=False)
@@ -27,13 +69,24 @@ class Patch:
     settings: Settings
     rooted: bool
     """Whether a model around the blocks notes image size and timestep."""
+    planner: Planner = shared_plan
+    kept: KeptPlans = field(default_factory=KeptPlans)
     warned: set[str] = field(default_factory=set)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """By which functions find it that are constant to the compiler, and take constants alone."""
+
+    def __post_init__(self) -> None:
+        _patches[self.name] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Patch, (self.settings, self.rooted, self.planner)
 
     def warn_once(self, message: str) -> None:
-        _warn_once(self, message)
+        _warn_once(self.name, message)
 
 
-def _warn_once(patch: Patch, message: str) -> None:
+def _warn_once(name: str, message: str) -> None:
+    patch = _patches[name]
     if message not in patch.warned:
         patch.warned.add(message)
         warnings.warn(message, MergeWarning, stacklevel=2)
@@ -52,6 +105,8 @@ class Visit:
     blocks: int
     remove: int
     """Tokens that its blocks remove."""
+    too_small: bool = False
+    """Whether they would have removed some, but merging does not pay."""
 
 
 @dataclass(eq=False)
@@ -62,6 +117,8 @@ class Call:
     """Height and width of the latent."""
     timestep: Tensor | None = None
     visits: list[Visit] = field(default_factory=list)
+    plans: list[tuple[Any, MergePlan]] = field(default_factory=list)
+    """Plans made so far, with their grids."""
 
     @property
     def merged(self) -> bool:
@@ -74,8 +131,7 @@ class Frame:
     call: Call
     settings: Settings
     grid: tuple[int, int] | None = None
-    remove: int = 0
-    """Tokens to remove in the blocks on this grid."""
+    visit: Visit | None = None
     plan: MergePlan | None = None
 
     def at_grid(self, grid: tuple[int, int], blocks: int) -> "Frame":
@@ -86,33 +142,110 @@ class Frame:
         remove = 0
         if settings.active and _level_merges(settings.max_downsample, call.size, finest, grid):
             remove = _cells(settings, *grid).removable(settings.ratio)
-        call.visits.append(Visit(grid, blocks, remove))
-        return replace(self, grid=grid, remove=remove)
+        visit = Visit(grid, blocks, remove)
+        call.visits.append(visit)
+        return replace(self, grid=grid, visit=visit)
+
+    @property
+    def remove(self) -> int:
+        """Tokens to remove in the blocks on this grid."""
+        return self.visit.remove if self.visit is not None else 0
+
+    def merges(self, x: Tensor) -> bool:
+        """Whether to merge tokens in a block with input `x` `[B, N, C]`."""
+        visit, settings = self.visit, self.settings
+        if visit is None or visit.remove == 0:
+            return False
+        if settings.when == "always":
+            return True
+        pays = merging_pays(
+            Device.of(x.device, compiled=_is_replayed(x)),
+            batch=x.shape[0],
+            channels=x.shape[2],
+            cells=_cells(settings, *visit.grid),
+            remove=visit.remove,
+            merges=settings.merges,
+            uses=1 if settings.share == "block" else visit.blocks,
+            item_size=x.element_size(),
+        )
+        if not pays:
+            visit.remove, visit.too_small = 0, True
+        return pays
 
     def with_plan(self, x: Tensor) -> "Frame":
         """The frame inside a block with input `x` `[B, N, C]`, where there are tokens to remove."""
-        assert self.grid is not None
-        cells = _cells(self.settings, *self.grid)
-        plan = bipartite(x, cells, self.remove, self._offsets(cells, x))
-        return replace(self, plan=plan)
+        return replace(self, plan=self.patch.planner(self, x))
 
-    def _offsets(self, cells: Cells, x: Tensor) -> Tensor:
-        """The dst of each cell, `[1 or B, cells.count]`."""
-        settings, call = self.settings, self.call
-        if not settings.use_rand:
-            return torch.zeros(1, cells.count, dtype=torch.int64, device=x.device)
-        if call.timestep is None:
-            timestep = torch.zeros(1, device=x.device)
-        else:
-            timestep = call.timestep.to(x.device).reshape(-1)
-        images = timestep.shape[0]
-        if images > 1 and x.shape[0] % images == 0:
-            # One timestep per image; a video model folds its frames into the batch.
-            timestep = timestep.repeat_interleave(x.shape[0] // images)
-        elif images > 1:
-            timestep = timestep[:1]  # a part of a batch: in sampling, all have the same timestep
-        level = max(-(-call.size[0] // cells.h), -(-call.size[1] // cells.w))
-        return draw_offsets(cells.count, cells.choices, settings.seed, level, timestep)
+    def make_plan(self, x: Tensor) -> MergePlan:
+        assert self.visit is not None
+        cells = _cells(self.settings, *self.visit.grid)
+        return bipartite(
+            x,
+            cells,
+            self.visit.remove,
+            backend=self.settings.backend,
+            timestep=self.call.timestep,
+            key=self._key(cells),
+        )
+
+    def keep_plan(self, x: Tensor) -> MergePlan:
+        """As `make_plan`, in memory that stays, and only if the plan there is out of date."""
+        assert self.visit is not None and self.call.timestep is not None
+        settings, remove = self.settings, self.visit.remove
+        cells = _cells(settings, *self.visit.grid)
+        triton = kernels.use_triton(settings.backend, x)
+        shape = (x.shape[0], cells.h, cells.w, remove, self.call.timestep.numel())
+        name = f"{triton}_{x.device}_" + "_".join(str(int(number)) for number in shape)
+        _allocate(self.patch.name, name, shape, x.device, triton)
+        kept: KeptPlan = getattr(self.patch.kept, name)
+        kernels.match_tokens(
+            x,
+            cells,
+            remove,
+            (kept.plan.slot, kept.plan.order, kept.plan.start),
+            timestep=self.call.timestep,
+            key=self._key(cells),
+            clock=kept.clock,
+            refresh=settings.refresh,
+            triton=triton,
+        )
+        return kept.plan
+
+    def _key(self, cells: Cells) -> int:
+        """Key of the draw at this level."""
+        if not self.settings.use_rand:
+            return -1
+        size = self.call.size
+        level = max(-(-size[0] // cells.h), -(-size[1] // cells.w))
+        return kernels.draw_key(self.settings.seed, level)
+
+
+def _is_replayed(x: Tensor) -> bool:
+    """Whether what runs now becomes a program, so that the host's time for each kernel is saved."""
+    if torch.compiler.is_compiling():
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _allocate(
+    patch: str, name: str, shape: tuple[int, ...], device: torch.device, triton: bool
+) -> None:
+    """Sees to it that this thread has a `KeptPlan` of that name."""
+    plans = _patches[patch].kept
+    if not hasattr(plans, name):
+        batch, h, w, remove, times = shape
+        with torch.inference_mode(False):  # what inference mode makes can only be used there
+            plan = MergePlan.empty(batch, h * w, h * w - remove, device, triton)
+            setattr(plans, name, KeptPlan(plan, kernels.new_clock(times, device)))
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        kept: KeptPlan = getattr(plans, name)
+        for tensor in (kept.plan.slot, kept.plan.order, kept.plan.start, kept.clock):
+            # Lets a compiled model replay CUDA graphs that write to it.
+            compiler.mark_static_address(tensor)
+
+
+_allocate._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _cells(settings: Settings, h: int, w: int) -> Cells:

@@ -59,21 +59,27 @@ class Root(Role):
         if current_frame(patch) is not None:  # entered through __call__ already
             return inner(*args, **kwargs)
         latent = self.input(args, kwargs)
-        call = Call((latent.shape[-2], latent.shape[-1]), self._timestep(args, kwargs))
+        timestep = self._timestep(args, kwargs, latent.device)
+        call = Call((latent.shape[-2], latent.shape[-1]), timestep)
         output = run_inside(Frame(patch, call, patch.settings), inner, *args, **kwargs)
         if patch.settings.active and not call.merged:
             patch.warn_once(_nothing_merged(patch.settings, call))
         return output
 
-    def _timestep(self, args: tuple, kwargs: dict) -> Tensor | None:
+    def _timestep(self, args: tuple, kwargs: dict, device: torch.device) -> Tensor | None:
         value = args[self.position] if len(args) > self.position else kwargs.get(self.timestep)
-        if value is None or isinstance(value, Tensor):
-            return value
+        if value is None:
+            return None
         # As a number, it would make torch.compile start anew at each step.
-        return torch.tensor([value])
+        return value.to(device) if isinstance(value, Tensor) else torch.tensor([value]).to(device)
 
 
 def _nothing_merged(settings: Settings, call: Call) -> str:
+    if any(visit.too_small for visit in call.visits):
+        return (
+            "tomesd merged nothing: at this image and batch size, finding out what to merge takes "
+            'longer than merging saves; when="always" merges all the same'
+        )
     if torch.compiler.is_compiling():  # numbers may be symbols there, and cannot be told
         return "tomesd merged nothing: the settings leave nothing to merge at this image size"
     where = f"at latent size {call.size[0]}x{call.size[1]}"
@@ -110,7 +116,7 @@ class Block(Role):
         if frame is None or frame.grid is None:
             _refuse_outside(patch, module)
             frame = _square_frame(patch, x)
-        if frame.remove == 0:
+        if not frame.merges(x):
             return inner(*args, **kwargs)
         if x.shape[1] != frame.grid[0] * frame.grid[1]:  # type: ignore[index]
             patch.warn_once(

@@ -4,11 +4,15 @@ import math
 import numbers
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-__all__ = ["DOWNSAMPLES", "MergeWarning", "Settings"]
+__all__ = ["DOWNSAMPLES", "Backend", "MergeWarning", "Settings", "Share", "When"]
 
 DOWNSAMPLES = (1, 2, 4, 8)
+
+Share = Literal["block", "level", "steps"]
+When = Literal["if_faster", "always"]
+Backend = Literal["auto", "triton", "reference"]
 
 
 class MergeWarning(UserWarning):
@@ -50,6 +54,20 @@ class Settings:
     seed: int = 0
     """Seed of the random draws: the same seed gives the same image."""
 
+    share: Share = "level"
+    """Where to use what is found out about which tokens belong together: in the one `block`, as the
+    paper does; in all blocks of the `level`; or there for some `steps`, see `refresh`."""
+
+    refresh: int = 4
+    """With `share="steps"`: for how many steps, 1 or more. A new image always starts anew."""
+
+    when: When = "if_faster"
+    """`if_faster`: leave layers alone where merging would cost more time than it saves, by an
+    estimate from their size and the device. `always`: merge them all the same."""
+
+    backend: Backend = "auto"
+    """`triton`: GPU kernels. `reference`: plain PyTorch. `auto`: the first where it can run."""
+
     def __post_init__(self) -> None:
         _check_real("ratio", self.ratio, low=0.0, high=1.0)
         if self.max_downsample is not None:
@@ -59,13 +77,15 @@ class Settings:
                 raise ValueError(
                     f"max_downsample={self.max_downsample!r}: must be None or one of {allowed}"
                 )
-        for name, low in (("sx", 1), ("sy", 1), ("seed", 0)):
+        for name, low in (("sx", 1), ("sy", 1), ("seed", 0), ("refresh", 1)):
             value = getattr(self, name)
             _check_type(name, value, numbers.Integral, "an int")
             if value < low:
                 raise ValueError(f"{name}={value!r}: must be at least {low}")
         for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
             _check_type(name, getattr(self, name), bool, "a bool")
+        for name, allowed in (("share", Share), ("when", When), ("backend", Backend)):
+            _check_word(name, getattr(self, name), get_args(allowed))
 
     @property
     def ratio_cap(self) -> float:
@@ -102,3 +122,8 @@ def _check_real(name: str, value: Any, low: float, high: float) -> None:
     _check_type(name, value, numbers.Real, "a number")
     if not (math.isfinite(value) and low <= value <= high):
         raise ValueError(f"{name}={value!r}: must be between {low:g} and {high:g}")
+
+
+def _check_word(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")

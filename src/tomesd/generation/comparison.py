@@ -14,7 +14,7 @@ from torchmetrics.functional.image import (
 
 import tomesd
 
-from ..selectors import Cells
+from ..kernels import Cells
 from ..settings import Settings
 from .maps import MergeMap, draw_map, record_maps
 from .sampling import Sample, sample

@@ -1,9 +1,92 @@
-"""Plain PyTorch versions of the three operations merging is made of: the definition of right."""
+"""Plain PyTorch versions of the operations merging is made of: the definition of right."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["best_match", "slot_gather", "slot_mean", "slot_size"]
+from .cells import Cells
+from .draw import draw_offsets
+
+__all__ = ["best_match", "match_tokens", "members", "slot_gather", "slot_mean"]
+
+
+def match_tokens(
+    metric: Tensor,
+    timestep: Tensor | None,
+    offsets: Tensor | None,
+    slot: Tensor,
+    order: Tensor,
+    start: Tensor,
+    clock: Tensor | None,
+    cells: Cells,
+    remove: int,
+    key: int,
+    refresh: int,
+) -> None:
+    """See `kernels.match_tokens`."""
+    batch, n, channels = metric.shape
+    if clock is not None and _plan_is_fresh(clock, timestep, refresh):
+        return
+    src, dst = cells.split(_offsets(metric, timestep, offsets, cells, key))
+    src, dst = src.expand(batch, -1), dst.expand(batch, -1)
+    direction = _direction(metric)
+    # A tile of scores as large as the tokens themselves: below what the layer needs anyway.
+    tile = max(1, n * channels // cells.count)
+    score, match = best_match(slot_gather(direction, src), slot_gather(direction, dst), tile)
+    # Slots are numbered as the original orders its tokens: kept sources by falling similarity,
+    # then the destinations.
+    ranked = score.argsort(dim=1, descending=True, stable=True)
+    merged, kept = ranked[:, :remove], ranked[:, remove:]
+    first_dst = kept.shape[1]
+    slot.scatter_(1, dst, torch.arange(first_dst, n - remove, device=dst.device).expand(batch, -1))
+    slot.scatter_(
+        1, src.gather(1, kept), torch.arange(first_dst, device=dst.device).expand(batch, -1)
+    )
+    slot.scatter_(1, src.gather(1, merged), match.gather(1, merged) + first_dst)
+    for out, found in zip((order, start), members(slot, n - remove), strict=True):
+        out.copy_(found)
+
+
+def _plan_is_fresh(clock: Tensor, timestep: Tensor | None, refresh: int) -> bool:
+    """Moves the clock to `timestep`; whether the plan it belongs to is kept.
+
+    It is while the time falls and the plan has served fewer than `refresh` calls. Time that stands
+    still or rises is a new image.
+    """
+    assert timestep is not None
+    time = timestep.reshape(-1).to(clock)
+    kept = bool((time < clock[2:]).all() & (clock[1] < refresh))
+    clock[0] = not kept
+    clock[1] = clock[1] + 1 if kept else 1
+    clock[2:] = time
+    return kept
+
+
+def _offsets(
+    metric: Tensor, timestep: Tensor | None, offsets: Tensor | None, cells: Cells, key: int
+) -> Tensor:
+    """Which token of each cell is its dst, `[1 or B, cells.count]`."""
+    if offsets is not None:
+        return offsets
+    if key < 0:
+        return torch.zeros(1, cells.count, dtype=torch.int64, device=metric.device)
+    if timestep is None:
+        timestep = torch.zeros(1, device=metric.device)
+    drawn = draw_offsets(cells.count, cells.choices, key, timestep.reshape(-1))
+    images, batch = drawn.shape[0], metric.shape[0]
+    if batch % images:
+        return drawn[:1]  # a part of a batch: in sampling, all have the same timestep
+    # One timestep per image; a video model folds its frames into the batch.
+    return drawn.repeat_interleave(batch // images, dim=0) if images > 1 else drawn
+
+
+def _direction(metric: Tensor) -> Tensor:
+    """Unit vectors `[B, N, C]`; of zero, infinite and NaN tokens, zero, which matches nothing."""
+    dtype = metric.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        metric = metric.float()  # the squares of large tokens overflow half precision
+    norm = metric.norm(dim=-1, keepdim=True)
+    usable = (norm > 0) & torch.isfinite(norm)
+    return torch.where(usable, metric / norm, 0.0).to(dtype)
 
 
 def best_match(src: Tensor, dst: Tensor, tile: int) -> tuple[Tensor, Tensor]:
@@ -27,27 +110,29 @@ def best_match(src: Tensor, dst: Tensor, tile: int) -> tuple[Tensor, Tensor]:
     return torch.cat(scores, dim=1), torch.cat(indices, dim=1)
 
 
-def slot_size(slot: Tensor, slots: int) -> Tensor:
-    """Number of tokens in each slot: `[B, N]` slot numbers to `[B, M]` float32 counts."""
-    ones = torch.ones_like(slot, dtype=torch.float32)
-    return ones.new_zeros(slot.shape[0], slots).scatter_add(1, slot, ones)
-
-
-def slot_mean(x: Tensor, slot: Tensor, size: Tensor) -> Tensor:
-    """Mean of the tokens in each slot.
+def members(slot: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """The tokens of each slot.
 
     Args:
-        x: tokens, `[B, N, C]`.
         slot: slot of each token, `[B, N]`.
-        size: tokens per slot, `[B, M]`.
 
     Returns:
-        `[B, M, C]`, in the dtype of `x`.
+        order `[B, N]`, the tokens listed slot by slot, and start `[B, slots + 1]`, where each
+        slot's list begins; both int32.
     """
+    order = slot.argsort(dim=1, stable=True)
+    counts = torch.zeros(slot.shape[0], slots + 1, dtype=torch.int64, device=slot.device)
+    counts.scatter_add_(1, slot + 1, torch.ones_like(slot))
+    return order.int(), counts.cumsum(1).int()
+
+
+def slot_mean(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
+    """Mean of the tokens in each slot: `[B, N, C]` to `[B, M, C]`, in the dtype of `x`."""
     # A slot may hold thousands of tokens: half precision could overflow, and would drop bits.
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    total = wide.new_zeros(x.shape[0], size.shape[1], x.shape[2])
+    total = wide.new_zeros(x.shape[0], start.shape[1] - 1, x.shape[2])
     total = total.scatter_add(1, slot.unsqueeze(-1).expand(-1, -1, x.shape[2]), wide)
+    size = start[:, 1:] - start[:, :-1]
     return (total / size.unsqueeze(-1).to(total.dtype)).to(x.dtype)
 
 

@@ -1,0 +1,186 @@
+"""Seconds and memory of a call."""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ..generation.sampling import _process_peak
+from .calls import Call
+from .rows import OUT_OF_MEMORY
+
+__all__ = [
+    "Effort",
+    "MemoryProbe",
+    "Timing",
+    "attempt",
+    "free_memory",
+    "take_turns",
+    "time_calls",
+]
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure a setting."""
+
+    seconds: float = 5.0
+    """For all variants together, once they are warm."""
+    min_repeats: int = 5
+    max_repeats: int = 100
+    precision: float = 0.002
+    """Stop early when all medians are known this well, as a share of themselves."""
+    sample_seconds: float = 0.1
+    """One repeat takes at least this long: as many calls as that needs."""
+
+
+@dataclass
+class Timing:
+    """Repeated measurements of one call."""
+
+    calls: int = 1
+    """Calls per repeat."""
+    seconds: list[float] = field(default_factory=list)
+    """Per call, of each repeat."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Distance between the quartiles."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return high - low
+
+    @property
+    def uncertainty(self) -> float:
+        """Standard error of the median, as a share of it; of normal noise, from the quartiles."""
+        if len(self.seconds) < 2:
+            return math.inf
+        return 0.93 * self.spread / math.sqrt(len(self.seconds)) / self.median
+
+
+def time_calls(call: Call, calls: int, device: torch.device) -> float:
+    """Seconds per call, of `calls` calls in a row: on the GPU's own clock where there is one."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+    if calls > 1:
+        call()  # the clock starts with the GPU at work, as it is in the middle of an image
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / calls
+
+
+def take_turns(
+    timers: Mapping[_Key, Callable[[int], float]],
+    effort: Effort,
+    *,
+    periods: Mapping[_Key, int] | None = None,
+    on_repeat: Callable[[], None] | None = None,
+) -> dict[_Key, Timing]:
+    """Measures all variants of a setting in turn, round after round.
+
+    What changes on the machine meanwhile (clocks, heat, other processes) then meets all of them.
+
+    Args:
+        timers: of each variant, a function that makes so many calls and returns the seconds of one.
+        periods: calls that only make sense together: their number is never split.
+    """
+    timings: dict[_Key, Timing] = {}
+    for name, timer in timers.items():
+        period = (periods or {}).get(name, 1)
+        calls = max(1, math.ceil(effort.sample_seconds / max(timer(1), 1e-9)))
+        timings[name] = Timing(calls=math.ceil(calls / period) * period)
+    start = time.perf_counter()
+    for repeat in range(1, effort.max_repeats + 1):
+        for name, timer in timers.items():
+            timings[name].seconds.append(timer(timings[name].calls))
+            if on_repeat is not None:
+                on_repeat()
+        if repeat < effort.min_repeats:
+            continue
+        known = all(timing.uncertainty < effort.precision for timing in timings.values())
+        if known or time.perf_counter() - start > effort.seconds:
+            break
+    return timings
+
+
+class MemoryProbe:
+    """Peak memory of a call, beyond what was in use when the probe was made.
+
+    Make it before the model is patched: what a patch keeps between calls then counts too.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self._before = torch.cuda.memory_allocated(device)
+
+    def peak_mib(self, call: Call) -> float:
+        """On a GPU, what the allocator has handed out; on a CPU, what the process holds.
+
+        The call should be warm: tuning and loading kernels takes memory of its own, once.
+        """
+        if self._device.type != "cuda":
+            with _process_peak() as peak:
+                call()
+            return peak[0] / 2**20
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        call()
+        torch.cuda.synchronize(self._device)
+        return (torch.cuda.max_memory_allocated(self._device) - self._before) / 2**20
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back what nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def attempt(work: Callable[[], Any], device: torch.device) -> Any:
+    """What `work` returns, or why it failed: "OOM", or the error in one line.
+
+    A variant that cannot run is a result too, and the others go on.
+    """
+    try:
+        return work()
+    except Exception as error:
+        reason = OUT_OF_MEMORY if _is_out_of_memory(error) else _one_line(error)
+    # Only here has the exception let go of the tensors in its frames.
+    free_memory(device)
+    return reason
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    words = str(error).lower()  # the CPU's allocator, cuBLAS and cuDNN raise others
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in words or "can't allocate memory" in words or "alloc_failed" in words
+    )
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])[:200]

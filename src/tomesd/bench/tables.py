@@ -1,0 +1,206 @@
+"""Tables from rows: speed-ups and recovered shares, in markdown and on screen."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .rows import OUT_OF_MEMORY, Row
+from .variants import FREE, UNPATCHED
+
+__all__ = [
+    "HEADER",
+    "Comparison",
+    "comparisons",
+    "duration",
+    "failures",
+    "markdown",
+    "milliseconds",
+    "percent",
+    "recovered",
+    "result_table",
+    "split_common",
+    "times",
+    "versions",
+]
+
+# Rows that agree in these were measured together and can be compared.
+SETTING = (
+    "run",
+    "section",
+    "setting",
+    "model",
+    "what",
+    "steps",
+    "height",
+    "width",
+    "images",
+    "dtype",
+    "attention",
+    "mode",
+)
+
+
+def recovered(base: float, ours: float, free: float) -> float | None:
+    """Which share of what merging could at best save is saved; None where it can save nothing."""
+    if free >= base:
+        return None
+    return (base - ours) / (base - free)
+
+
+class Comparison:
+    """The rows of one setting."""
+
+    def __init__(self, rows: Sequence[Row]):
+        # Measured twice in a run that was continued, the later row counts.
+        self.rows = {(row["label"], _ratio(row)): row for row in rows}
+        self.first = rows[0]
+
+    def __iter__(self) -> Any:
+        return iter(self.rows.values())
+
+    def find(self, label: str) -> Row | None:
+        """The row of a variant, by label or kind."""
+        rows = self.rows.values()
+        by_label = next((row for row in rows if row["label"] == label), None)
+        return by_label or next((row for row in rows if row["variant"] == label), None)
+
+    def seconds(self, label: str) -> float | None:
+        row = self.find(label)
+        return None if row is None else row["seconds"]
+
+    def speedup(self, row: Row) -> float | None:
+        base = self.seconds(UNPATCHED)
+        if base is None or row["seconds"] is None:
+            return None
+        return base / row["seconds"]
+
+    def recovered(self, row: Row) -> float | None:
+        base = self.seconds(UNPATCHED)
+        # The bound of the same ratio, where there are several.
+        free = next(
+            (r["seconds"] for r in self if r["variant"] == FREE and _ratio(r) == _ratio(row)), None
+        )
+        if base is None or free is None or row["seconds"] is None:
+            return None
+        return recovered(base, row["seconds"], free)
+
+
+def _ratio(row: Row) -> float | None:
+    return None if row["settings"] is None else row["settings"]["ratio"]
+
+
+def comparisons(rows: Iterable[Row]) -> list[Comparison]:
+    """Rows grouped by run and setting, in the order of their first row."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(name) for name in SETTING), []).append(row)
+    return [Comparison(group) for group in groups.values()]
+
+
+HEADER = (
+    "model",
+    "what",
+    "size",
+    "images",
+    "attention",
+    "mode",
+    "variant",
+    "ratio",
+    "ms",
+    "± IQR",
+    "speed-up",
+    "recovered",
+    "peak MiB",
+)
+
+
+def result_table(rows: Iterable[Row]) -> list[list[str]]:
+    """One line of cells per row, under `HEADER`."""
+    table = []
+    for comparison in comparisons(rows):
+        for row in comparison:
+            table.append(_cells(comparison, row))
+    return table
+
+
+def _cells(comparison: Comparison, row: Row) -> list[str]:
+    failed = row["seconds"] is None
+    ratio = _ratio(row)
+    return [
+        row["model"],
+        f"{row['steps']} steps" if row["what"] == "pipeline" else row["what"],
+        f"{row['width']}x{row['height']}",
+        str(row["images"]),
+        row["attention"],
+        row["mode"],
+        row["label"],
+        "-" if ratio is None else f"{ratio:g}",
+        duration(row),
+        "-" if failed else milliseconds(row["spread"]),
+        times(comparison.speedup(row)),
+        "-" if row["variant"] in (UNPATCHED, FREE) else percent(comparison.recovered(row)),
+        "-" if failed else f"{row['peak_mib']:,.0f}",
+    ]
+
+
+def duration(row: Row) -> str:
+    """Milliseconds, or in a word why there are none."""
+    if row["seconds"] is None:
+        return OUT_OF_MEMORY if row["error"] == OUT_OF_MEMORY else "failed"
+    return milliseconds(row["seconds"])
+
+
+def failures(rows: Iterable[Row]) -> list[str]:
+    """What went wrong, other than memory running out; one line each."""
+    return [
+        f"{row['label']}, {row['model']} {row['width']}x{row['height']}, {row['mode']}: "
+        f"{row['error']}"
+        for row in rows
+        if row["error"] not in (None, OUT_OF_MEMORY)
+    ]
+
+
+def split_common(
+    header: Sequence[str], lines: Sequence[Sequence[str]], always: Sequence[str]
+) -> tuple[dict[str, str], list[str], list[list[str]]]:
+    """Takes out the columns that say the same in every line, except for those in `always`.
+
+    Returns:
+        What they say, and the header and the lines without them.
+    """
+    columns = dict(zip(header, zip(*lines, strict=True), strict=True))
+    common = {
+        name: cells[0]
+        for name, cells in columns.items()
+        if name not in always and len(set(cells)) == 1
+    }
+    kept = [name for name in header if name not in common]
+    return common, kept, [list(line) for line in zip(*(columns[k] for k in kept), strict=True)]
+
+
+def milliseconds(seconds: float) -> str:
+    value = seconds * 1000
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 10 else f"{value:.1f}"
+
+
+def times(factor: float | None) -> str:
+    return "-" if factor is None else f"{factor:.2f}x"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def versions(rows: Sequence[Row]) -> str:
+    """One sentence on where rows come from."""
+    names = ("torch", "triton", "diffusers", "tomesd", "commit")
+    found = []
+    for row in rows:
+        words = [f"{name} {row[name]}" for name in names if row.get(name)]
+        words = [f"{row['hardware']}: {row['dtype']}", *words, row["date"][:10]]
+        found.append(", ".join(words))
+    return "; ".join(dict.fromkeys(found))

@@ -1,0 +1,164 @@
+"""What is compared: the model as it is, this library, the original, and the bound."""
+
+import importlib.util
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..api import apply_patch
+from ..hosts import find_targets
+from ..patch import patch_of
+from ..policy import Frame
+from ..settings import Settings
+
+__all__ = ["FREE", "ORIGINAL", "OURS", "UNPATCHED", "FreePlan", "FreePlanner", "Variant"]
+
+UNPATCHED, OURS, ORIGINAL, FREE = "unpatched", "tomesd", "original", "free"
+
+# A plan that is used longer is taken to be kept for the whole image.
+_LONGEST_PERIOD = 16
+
+_ORIGINAL_MODULE = "tomesd_original"
+_ORIGINAL_OPTIONS = (
+    "ratio",
+    "max_downsample",
+    "sx",
+    "sy",
+    "use_rand",
+    "merge_attn",
+    "merge_crossattn",
+    "merge_mlp",
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a model.
+
+    `free` is the bound: the same tokens are removed in the same layers, but nothing is matched, and
+    as little as possible is moved. No way of choosing tokens can be faster.
+    """
+
+    kind: str
+    """"unpatched", "tomesd", "original" or "free"."""
+    settings: Settings | None = None
+    label: str = ""
+    """How tables call it, where there are several of a kind."""
+    folder: str | None = None
+    """Of the original: where the package `tomesd` lies."""
+
+    def __str__(self) -> str:
+        return self.label or self.kind
+
+    def apply(self, model: nn.Module) -> None:
+        """Patches `model`."""
+        if self.kind == UNPATCHED:
+            return
+        if self.settings is None:
+            raise ValueError(f"variant={self.kind!r}: needs settings")
+        if self.kind == ORIGINAL:
+            self._apply_original(model)
+            return
+        apply_patch(model, **asdict(self.settings))
+        if self.kind == FREE:
+            planner = FreePlanner()
+            for target in find_targets(model):
+                patch = patch_of(target.module)
+                assert patch is not None
+                patch.planner = planner
+
+    def _apply_original(self, model: nn.Module) -> None:
+        if self.folder is None:
+            raise ValueError(f"variant={self.kind!r}: needs the folder that it lies in")
+        options = {name: getattr(self.settings, name) for name in _ORIGINAL_OPTIONS}
+        if options["max_downsample"] is None:
+            options["max_downsample"] = _finest_level(model)
+        load_original(self.folder).apply_patch(model, **options)
+
+    @property
+    def period(self) -> int:
+        """Calls after which this library has done all that it does every few steps."""
+        settings = self.settings
+        if self.kind != OURS or settings is None or settings.share != "steps":
+            return 1
+        return settings.refresh if settings.refresh <= _LONGEST_PERIOD else 1
+
+
+def load_original(folder: str | Path) -> ModuleType:
+    """The original library out of `folder`, beside this one and under another name."""
+    path = Path(folder) / "tomesd"
+    if not (path / "__init__.py").is_file():
+        raise ValueError(f"original={str(folder)!r}: there is no package tomesd in this folder")
+    loaded = sys.modules.get(_ORIGINAL_MODULE)
+    if loaded is not None and Path(str(loaded.__file__)).parent == path:
+        return loaded
+    for name in [name for name in sys.modules if name.split(".")[0] == _ORIGINAL_MODULE]:
+        del sys.modules[name]  # of another folder
+    spec = importlib.util.spec_from_file_location(
+        _ORIGINAL_MODULE, path / "__init__.py", submodule_search_locations=[str(path)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_ORIGINAL_MODULE] = module  # its parts find each other by this name
+    spec.loader.exec_module(module)
+    if not hasattr(module, "apply_patch"):
+        del sys.modules[_ORIGINAL_MODULE]
+        raise ValueError(f"original={str(folder)!r}: this tomesd has no apply_patch")
+    return module
+
+
+def _finest_level(model: nn.Module) -> int:
+    """What `max_downsample=None` means: the original has to be told."""
+    kinds = [str(kind) for kind in getattr(model, "config", {}).get("down_block_types", ())]
+    return 2 ** next((level for level, kind in enumerate(kinds) if "CrossAttn" in kind), 0)
+
+
+class FreePlan:
+    """Keeps the first M of N tokens, and puts them back where they were.
+
+    M rows are read and M rows are written, in one kernel, each way.
+    """
+
+    def __init__(self, tokens: int, kept: int, buffers: dict[Any, Tensor]):
+        self.tokens = tokens
+        self.kept = kept
+        self._buffers = buffers
+
+    def fits(self, x: Tensor) -> bool:
+        return x.ndim == 3 and x.shape[1] == self.tokens
+
+    def merge(self, x: Tensor) -> Tensor:
+        """`[B, N, C]` to `[B, M, C]`."""
+        return x[:, : self.kept].contiguous()
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """`[B, M, C]` to `[B, N, C]`. The rows from M on were zeroed once and stay so.
+
+        The result is overwritten by the next call: what it is added to has its own copy by then.
+        """
+        key = (y.shape[0], self.tokens, self.kept, y.shape[2], y.dtype, y.device)
+        if key not in self._buffers:
+            shape = (y.shape[0], self.tokens, y.shape[2])
+            self._buffers[key] = torch.zeros(shape, dtype=y.dtype, device=y.device)
+        buffer = self._buffers[key]
+        buffer[:, : self.kept] = y
+        return buffer
+
+
+class FreePlanner:
+    """Makes free plans; they share their buffers."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, Tensor] = {}
+
+    def __call__(self, frame: Frame, x: Tensor) -> FreePlan:
+        assert frame.visit is not None
+        return FreePlan(x.shape[1], x.shape[1] - frame.visit.remove, self._buffers)
+
+    def __deepcopy__(self, memo: Any) -> "FreePlanner":
+        return FreePlanner()

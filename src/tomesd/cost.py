@@ -1,0 +1,128 @@
+"""When merging pays: an estimate of what it saves and what it costs in a block.
+
+The estimate knows shapes and the kind of device, and takes no measurements: the same model on the
+same machine always merges the same layers. What it has to get right is the sign, far from the
+break-even, so the numbers are round ones; docs/performance.md has the measurements behind them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .kernels import Cells
+
+__all__ = ["Device", "merging_pays"]
+
+# Share of the matrix units' peak that layers of this size reach, and how many operations they do in
+# the time that one byte takes to move.
+_EFFICIENCY = 0.45
+_OPERATIONS_PER_BYTE = 120
+
+# Dense half-precision Tflop/s of a multiprocessor, by compute capability.
+_TFLOPS_PER_MULTIPROCESSOR = {
+    (7, 0): 1.6,
+    (7, 5): 0.9,
+    (8, 0): 2.9,
+    (8, 6): 0.9,
+    (8, 9): 1.3,
+    (9, 0): 7.5,
+    (10, 0): 15.0,
+    (12, 0): 1.2,
+}
+
+
+# Microseconds to start a kernel on a slow host. On a fast one, layers that take about as long as
+# their launches are left alone that would gain a little.
+_HOST = 30.0
+
+
+def _gpu_operations(index: int) -> float:
+    """Operations per microsecond of a GPU."""
+    properties = torch.cuda.get_device_properties(index)
+    per_unit = _TFLOPS_PER_MULTIPROCESSOR.get((properties.major, properties.minor), 1.0)
+    return _EFFICIENCY * per_unit * properties.multi_processor_count * 1e6
+
+
+# Constant to the compiler; see policy.py.
+_gpu_operations._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Device:
+    """How fast a device is, in what a microsecond holds."""
+
+    operations: float
+    """Floating-point operations per microsecond."""
+    bytes: float
+    """Bytes moved per microsecond."""
+    launch: float = 0.0
+    """Microseconds that a kernel takes at least."""
+    host: float = 0.0
+    """Microseconds that the host needs to start a kernel, when it is not replayed from a graph."""
+
+    @classmethod
+    def of(cls, device: torch.device, compiled: bool) -> "Device":
+        if device.type == "cpu":
+            return cls(operations=1e5, bytes=4e4)
+        rate = _gpu_operations(device.index or 0) if device.type == "cuda" else 1e7
+        host = 0.0 if compiled else _HOST
+        return cls(rate, rate / _OPERATIONS_PER_BYTE, launch=2.5, host=host)
+
+    def time(self, operations: float, moved: float, kernels: int, host_only: int = 0) -> float:
+        """Microseconds until kernels are done, whether they or their launches take longer."""
+        device = operations / self.operations + moved / self.bytes + kernels * self.launch
+        return max(device, (kernels + host_only) * self.host)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Cost of a kind of layer on N tokens of C channels: per token N C^2, and per pair N^2 C."""
+
+    per_token: float
+    per_pair: float
+    kernels: int
+
+
+# Linear layers cost 2 C^2 per token: attention has four, cross-attention two on image tokens, and
+# the feed-forward layer, with its gate, twelve. Kernels are those that diffusers launches.
+_LAYERS = {
+    "attn": _Layer(per_token=8, per_pair=4, kernels=6),
+    "crossattn": _Layer(per_token=4, per_pair=0, kernels=6),
+    "mlp": _Layer(per_token=24, per_pair=0, kernels=4),
+}
+_MATCH_KERNELS = 6
+
+
+def merging_pays(
+    device: Device,
+    batch: int,
+    channels: int,
+    cells: Cells,
+    remove: int,
+    merges: dict[str, bool],
+    uses: int,
+    item_size: int,
+) -> bool:
+    """Whether a block is faster with merged tokens.
+
+    Args:
+        merges: whether each kind of layer is merged.
+        uses: blocks that share one matching.
+        item_size: bytes of a number.
+    """
+    tokens, left = cells.tokens, cells.tokens - remove
+    row = batch * channels * item_size
+    saved = 0.0
+    for kind, merged in merges.items():
+        if merged:
+            layer = _LAYERS[kind]
+            full, reduced = (
+                batch * channels * n * (layer.per_token * channels + layer.per_pair * n)
+                for n in (tokens, left)
+            )
+            # Merging reads all tokens and writes those left; restoring does the reverse.
+            moved = 2 * (tokens + left) * row
+            saved += device.time(full, 0, layer.kernels)
+            saved -= device.time(reduced, moved, layer.kernels + 2)
+    matching = 2.0 * batch * cells.sources * cells.count * channels
+    return saved > device.time(matching, 2 * tokens * row, _MATCH_KERNELS) / uses

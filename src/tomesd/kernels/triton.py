@@ -1,0 +1,461 @@
+"""Triton versions of the operations, for GPUs. `reference.py` says what they compute.
+
+Matching takes five launches and never holds a score matrix. Nothing in it is added up atomically,
+so its results, and those of `slot_mean`, are the same bits in every run. Every kernel of the
+matching first looks at a flag on the device and returns at once if the plan is still fresh: whether
+to match is decided without the host, which is what lets a CUDA graph keep a plan over steps.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .cells import Cells
+from .draw import MASK, MULTIPLIERS
+
+__all__ = ["match_tokens", "slot_gather", "slot_mean"]
+
+_MASK = tl.constexpr(MASK)
+_M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
+
+
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    """Scrambles 31 bits, as `draw._mix` does."""
+    x = ((x ^ (x >> 15)) * _M0) & _MASK
+    x = ((x ^ (x >> 15)) * _M1) & _MASK
+    x = ((x ^ (x >> 15)) * _M2) & _MASK
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Moves the clock to the timestep and raises its flag if the plan is to be made anew."""
+    i = tl.arange(0, BLOCK)
+    time = tl.load(timestep + i, i < times, other=0.0).to(tl.float32)
+    last = tl.load(clock + 2 + i, i < times, other=1.0)
+    age = tl.load(clock + 1)
+    falls = tl.min((time < last).to(tl.int32), axis=0)
+    kept = (falls == 1) & (age < refresh)
+    tl.store(clock, tl.where(kept, 0.0, 1.0))
+    tl.store(clock + 1, tl.where(kept, age + 1.0, 1.0))
+    tl.store(clock + 2 + i, time, i < times)
+
+
+@triton.jit
+def _draw(timestep, offsets, key, count, choices, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """offsets [T, count], as `draw.draw_offsets` makes them."""
+    row = tl.program_id(1)
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    time = tl.load(timestep + row).to(tl.float32)
+    bits = time.to(tl.int32, bitcast=True).to(tl.int64) & _MASK
+    drawn = _mix(_mix(bits ^ key) ^ _mix(cell.to(tl.int64))) % choices
+    tl.store(offsets + row * count + cell, drawn.to(tl.int32), cell < count)
+
+
+@triton.jit
+def _dst_token(d, offsets, valid, w, columns, sy: tl.constexpr, sx: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Token number of destination d: the drawn one of cell d."""
+    inside = tl.load(offsets + d, valid, other=0)
+    return ((d // columns) * sy + inside // sx) * w + (d % columns) * sx + inside % sx
+
+
+@triton.jit
+def _src_token(s, offsets, valid, h, w, columns, count, sy: tl.constexpr, sx: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Token number of source s: the rest of each cell, then what belongs to no cell."""
+    others: tl.constexpr = sy * sx - 1
+    per_cell: tl.constexpr = others if others > 0 else 1
+    in_cells = count * others
+    cell = s // per_cell
+    drawn = tl.load(offsets + cell, valid & (s < in_cells), other=0)
+    inside = (drawn + s % per_cell + 1) % (sy * sx)
+    of_cell = ((cell // columns) * sy + inside // sx) * w + (cell % columns) * sx + inside % sx
+    i = s - in_cells
+    rows = (h // sy) * sy
+    strip = w - columns * sx  # width of the strip to the right of the cells
+    right = (i // tl.maximum(strip, 1)) * w + columns * sx + i % tl.maximum(strip, 1)
+    left_over = tl.where(i < rows * strip, right, rows * w + i - rows * strip)
+    return tl.where(s < in_cells, of_cell, left_over)
+
+
+@triton.jit
+def _inverse_norm(x, out, flag, n, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [B, N]: 1 / length of each token; 0 for zero, infinite and NaN ones."""
+    if flag is not None:
+        if tl.load(flag) == 0:
+            return
+    b = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    squares = tl.zeros([BLOCK_N], tl.float32)
+    for c0 in range(0, channels, BLOCK_C):
+        c = c0 + tl.arange(0, BLOCK_C)
+        at = x + (b * n + token[:, None]) * channels + c[None, :]
+        value = tl.load(at, (token < n)[:, None] & (c < channels)[None, :], other=0.0)
+        value = value.to(tl.float32)
+        squares += tl.sum(value * value, axis=1)
+    usable = (squares > 0) & (squares < float("inf"))
+    inverse = tl.where(usable, 1.0 / tl.sqrt(tl.where(usable, squares, 1.0)), 0.0)
+    tl.store(out + b * n + token, inverse, token < n)
+
+
+@triton.jit
+def _best_match(  # type: ignore[no-untyped-def]
+    x,
+    inverse,
+    offsets,
+    offset_rows,
+    score,
+    match,
+    flag,
+    h,
+    w,
+    columns,
+    count,
+    channels,
+    sy: tl.constexpr,
+    sx: tl.constexpr,
+    precision: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """score and match [B, S]: the most similar destination of each source, by cosine."""
+    if flag is not None:
+        if tl.load(flag) == 0:
+            return
+    b = tl.program_id(1).to(tl.int64)
+    n = h * w
+    sources = n - count
+    offsets += (b // offset_rows) * count
+    x += b * n * channels
+    inverse += b * n
+    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    src = _src_token(s, offsets, s < sources, h, w, columns, count, sy, sx)
+    src_inverse = tl.load(inverse + src, s < sources, other=0.0)
+    # Unusable tokens are not loaded: an infinity times the zero of its inverse is NaN.
+    src_row = x + src.to(tl.int64) * channels
+    best = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    best_d = tl.zeros([BLOCK_S], tl.int32)
+    for d0 in range(0, count, BLOCK_D):
+        d = d0 + tl.arange(0, BLOCK_D)
+        dst = _dst_token(d, offsets, d < count, w, columns, sy, sx)
+        dst_inverse = tl.load(inverse + dst, d < count, other=0.0)
+        dst_row = x + dst.to(tl.int64) * channels
+        product = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+        for c0 in range(0, channels, BLOCK_C):
+            c = c0 + tl.arange(0, BLOCK_C)
+            left = tl.load(
+                src_row[:, None] + c[None, :],
+                (src_inverse > 0)[:, None] & (c < channels)[None, :],
+                other=0.0,
+            )
+            right = tl.load(
+                dst_row[None, :] + c[:, None],
+                (dst_inverse > 0)[None, :] & (c < channels)[:, None],
+                other=0.0,
+            )
+            product = tl.dot(left, right, product, input_precision=precision)
+        similarity = tl.where((d < count)[None, :], product * dst_inverse[None, :], float("-inf"))
+        here, index = tl.max(similarity, axis=1, return_indices=True)
+        best_d = tl.where(here > best, d0 + index, best_d)
+        best = tl.maximum(best, here)
+    tl.store(score + b * sources + s, best * src_inverse, s < sources)
+    tl.store(match + b * sources + s, best_d, s < sources)
+
+
+@triton.jit
+def _count(
+    values, own, low, high, n, BLOCK: tl.constexpr, DESCENDING: tl.constexpr, TIES: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    """How many of the values in low..high come before each of own, equal ones counting if TIES."""
+    before = tl.zeros([own.shape[0], BLOCK], tl.int32)
+    for j0 in range(low, high, BLOCK):
+        j = j0 + tl.arange(0, BLOCK)
+        other = tl.load(values + j, j < n, other=float("-inf") if DESCENDING else 0x7FFFFFFF)
+        if DESCENDING:
+            ahead = other[None, :] >= own[:, None] if TIES else other[None, :] > own[:, None]
+        else:
+            ahead = other[None, :] <= own[:, None] if TIES else other[None, :] < own[:, None]
+        before += ahead.to(tl.int32)
+    return tl.sum(before, axis=1)
+
+
+@triton.jit
+def _place(values, own, i0, n, BLOCK: tl.constexpr, DESCENDING: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Places of the values i0, i0 + 1, ... (own) when all n are sorted; equal ones stay in order.
+
+    Comparing all with all is quadratic, but without channels: a small part of the matching.
+    """
+    size: tl.constexpr = own.shape[0]
+    i = i0 + tl.arange(0, size)
+    earlier = _count(values, own, 0, i0, n, BLOCK, DESCENDING, TIES=True)
+    later = _count(values, own, i0, n, n, BLOCK, DESCENDING, TIES=False)
+    # Equal ones among themselves: only those listed before count.
+    other = tl.load(values + i, i < n, other=0)
+    tied = (other[None, :] == own[:, None]) & (i[None, :] < i[:, None]) & (i < n)[None, :]
+    return earlier + later + tl.sum(tied.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _rank(  # type: ignore[no-untyped-def]
+    score,
+    match,
+    offsets,
+    offset_rows,
+    slot,
+    order,
+    start,
+    edge,
+    edge_token,
+    flag,
+    h,
+    w,
+    columns,
+    count,
+    remove,
+    sy: tl.constexpr,
+    sx: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """Sorts the sources by similarity. Merged ones, by rank, go to `edge` and `edge_token`
+    [B, remove], which say which dst each goes to; each of the others gets a slot of its own."""
+    if flag is not None:
+        if tl.load(flag) == 0:
+            return
+    b = tl.program_id(1).to(tl.int64)
+    n = h * w
+    sources = n - count
+    kept = sources - remove
+    s0 = tl.program_id(0) * BLOCK
+    s = s0 + tl.arange(0, BLOCK)
+    valid = s < sources
+    own = tl.load(score + b * sources + s, valid, other=0.0)
+    rank = _place(score + b * sources, own, s0, sources, BLOCK_J, DESCENDING=True)
+    token = _src_token(s, offsets + (b // offset_rows) * count, valid, h, w, columns, count, sy, sx)
+    dst = tl.load(match + b * sources + s, valid, other=0)
+    merged = valid & (rank < remove)
+    alone = valid & (rank >= remove)
+    tl.store(edge + b * remove + rank, dst, merged)
+    tl.store(edge_token + b * remove + rank, token, merged)
+    tl.store(slot + b * n + token, (kept + dst).to(tl.int64), merged)
+    tl.store(slot + b * n + token, (rank - remove).to(tl.int64), alone)
+    tl.store(order + b * n + rank - remove, token, alone)
+    tl.store(start + b * (n - remove + 1) + rank - remove, rank - remove, alone)
+
+
+@triton.jit
+def _list_members(  # type: ignore[no-untyped-def]
+    edge,
+    edge_token,
+    offsets,
+    offset_rows,
+    slot,
+    order,
+    start,
+    flag,
+    h,
+    w,
+    columns,
+    count,
+    remove,
+    sy: tl.constexpr,
+    sx: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """Lists the members of each destination's slot: the destination, then what merges into it.
+
+    The first programs place the merged tokens, the rest the destinations.
+    """
+    if flag is not None:
+        if tl.load(flag) == 0:
+            return
+    b = tl.program_id(1).to(tl.int64)
+    n = h * w
+    kept = n - count - remove
+    slots = n - remove
+    edge += b * remove
+    order += b * n
+    merging_programs = tl.cdiv(remove, BLOCK)
+    if tl.program_id(0) < merging_programs:
+        i0 = tl.program_id(0) * BLOCK
+        i = i0 + tl.arange(0, BLOCK)
+        dst = tl.load(edge + i, i < remove, other=0)
+        token = tl.load(edge_token + b * remove + i, i < remove, other=0)
+        before = _place(edge, dst, i0, remove, BLOCK_J, DESCENDING=False)
+        tl.store(order + kept + before + dst + 1, token, i < remove)
+    else:
+        d = (tl.program_id(0) - merging_programs) * BLOCK + tl.arange(0, BLOCK)
+        valid = d < count
+        before = _count(edge, d, 0, remove, remove, BLOCK_J, DESCENDING=False, TIES=False)
+        token = _dst_token(d, offsets + (b // offset_rows) * count, valid, w, columns, sy, sx)
+        first = kept + before + d
+        tl.store(order + first, token, valid)
+        tl.store(start + b * (slots + 1) + kept + d, first, valid)
+        tl.store(slot + b * n + token, (kept + d).to(tl.int64), valid)
+        tl.store(start + b * (slots + 1) + slots + d * 0, n + d * 0, d == 0)
+
+
+@triton.jit
+def _slot_mean(  # type: ignore[no-untyped-def]
+    x,
+    order,
+    start,
+    out,
+    n,
+    slots,
+    channels,
+    BLOCK_M: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """out [B, M, C]: the mean over each slot's list of tokens, BLOCK_J of them at a time."""
+    b = tl.program_id(2).to(tl.int64)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = tl.load(start + b * (slots + 1) + m, m < slots, other=0)
+    last = tl.load(start + b * (slots + 1) + m + 1, m < slots, other=0)
+    size = last - first
+    in_channels = (c < channels)[None, None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for j0 in range(0, tl.max(size, axis=0), BLOCK_J):
+        j = j0 + tl.arange(0, BLOCK_J)
+        listed = j[None, :] < size[:, None]
+        token = tl.load(order + b * n + first[:, None] + j[None, :], listed, other=0)
+        row = x + (b * n + token.to(tl.int64)) * channels
+        value = tl.load(
+            row[:, :, None] + c[None, None, :], listed[:, :, None] & in_channels, other=0.0
+        )
+        total += tl.sum(value.to(tl.float32), axis=1)
+    mean = total / tl.maximum(size, 1)[:, None].to(tl.float32)
+    at = out + (b * slots + m[:, None]) * channels + c[None, :]
+    tl.store(at, mean.to(out.dtype.element_ty), (m < slots)[:, None] & (c < channels)[None, :])
+
+
+@triton.jit
+def _slot_gather(y, slot, out, n, slots, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """out [B, N, C]: the row of each token's slot."""
+    b = tl.program_id(2).to(tl.int64)
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    row = tl.load(slot + b * n + token, token < n, other=0)
+    inside = (token < n)[:, None] & (c < channels)[None, :]
+    value = tl.load(y + (b * slots + row[:, None]) * channels + c[None, :], inside)
+    tl.store(out + (b * n + token[:, None]) * channels + c[None, :], value, inside)
+
+
+def match_tokens(
+    metric: Tensor,
+    timestep: Tensor | None,
+    offsets: Tensor | None,
+    slot: Tensor,
+    order: Tensor,
+    start: Tensor,
+    clock: Tensor | None,
+    cells: Cells,
+    remove: int,
+    key: int,
+    refresh: int,
+) -> None:
+    """See `kernels.match_tokens`."""
+    batch, n, channels = metric.shape
+    metric = metric.contiguous()
+    if timestep is not None:
+        timestep = timestep.reshape(-1)
+    if clock is not None:
+        assert timestep is not None
+        times = timestep.shape[0]
+        _tick[(1,)](clock, timestep, refresh, times, BLOCK=triton.next_power_of_2(times))
+    offsets = _offsets(metric, timestep, offsets, cells, key)
+    sources = cells.sources
+    inverse, score = metric.new_empty(batch * (n + sources), dtype=torch.float32).split(
+        (batch * n, batch * sources)
+    )
+    match, edge, edge_token = metric.new_empty(
+        batch * (sources + 2 * remove), dtype=torch.int32
+    ).split((batch * sources, batch * remove, batch * remove))
+    split: dict[str, Any] = {
+        "offsets": offsets,
+        "offset_rows": batch // offsets.shape[0] if batch % offsets.shape[0] == 0 else batch,
+        "h": cells.h,
+        "w": cells.w,
+        "columns": cells.w // cells.sx,
+        "count": cells.count,
+        "sy": cells.sy,
+        "sx": cells.sx,
+        "flag": clock,
+    }
+    plan = {"slot": slot, "order": order, "start": start, "remove": remove}
+    lists = {"edge": edge, "edge_token": edge_token, "BLOCK": 32, "BLOCK_J": 128}
+    _inverse_norm[(triton.cdiv(n, 8), batch)](
+        metric, inverse, clock, n, channels, BLOCK_N=8, BLOCK_C=256
+    )
+    _best_match[(triton.cdiv(sources, 128), batch)](
+        x=metric,
+        inverse=inverse,
+        score=score,
+        match=match,
+        channels=channels,
+        **_tiles(metric),
+        **split,
+    )
+    _rank[(triton.cdiv(sources, 32), batch)](score=score, match=match, **lists, **plan, **split)
+    programs = triton.cdiv(remove, 32) + triton.cdiv(cells.count, 32)
+    _list_members[(programs, batch)](**lists, **plan, **split)
+
+
+def _tiles(metric: Tensor) -> dict[str, Any]:
+    """Tiles of `_best_match`: the largest that fit, by measurement the fastest."""
+    if metric.dtype == torch.float32:
+        return {
+            "precision": "tf32x3",
+            **{"BLOCK_S": 128, "BLOCK_D": 128, "BLOCK_C": 32, "num_warps": 8, "num_stages": 3},
+        }
+    tiles: dict[str, Any] = {"precision": "ieee", "BLOCK_S": 128, "BLOCK_C": 64, "num_stages": 3}
+    if metric.is_cuda and torch.cuda.get_device_capability(metric.device) in ((8, 0), (9, 0)):
+        return tiles | {"BLOCK_D": 256, "num_warps": 8}
+    return tiles | {"BLOCK_D": 128, "num_warps": 4}  # for 100 KB of shared memory
+
+
+def _offsets(
+    metric: Tensor, timestep: Tensor | None, offsets: Tensor | None, cells: Cells, key: int
+) -> Tensor:
+    """Which token of each cell is its dst, `[T, cells.count]`, int32."""
+    if offsets is not None:
+        return offsets.int().contiguous()
+    if key < 0:
+        return torch.zeros(1, cells.count, dtype=torch.int32, device=metric.device)
+    if timestep is None:
+        timestep = torch.zeros(1, device=metric.device)
+    times = timestep.shape[0]
+    drawn = torch.empty(times, cells.count, dtype=torch.int32, device=metric.device)
+    _draw[(triton.cdiv(cells.count, 256), times)](
+        timestep, drawn, key, cells.count, cells.choices, BLOCK=256
+    )
+    return drawn
+
+
+def slot_mean(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
+    """See `kernels.slot_mean`."""
+    batch, n, channels = x.shape
+    slots = start.shape[1] - 1
+    out = x.new_empty(batch, slots, channels)
+    _slot_mean[(triton.cdiv(slots, 8), triton.cdiv(channels, 128), batch)](
+        x.contiguous(), order, start, out, n, slots, channels, 8, 2, 128
+    )
+    return out
+
+
+def slot_gather(y: Tensor, slot: Tensor) -> Tensor:
+    """See `kernels.slot_gather`."""
+    batch, slots, channels = y.shape
+    n = slot.shape[1]
+    out = y.new_empty(batch, n, channels)
+    _slot_gather[(triton.cdiv(n, 8), triton.cdiv(channels, 256), batch)](
+        y.contiguous(), slot, out, n, slots, channels, 8, 256
+    )
+    return out

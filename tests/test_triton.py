@@ -1,0 +1,208 @@
+"""The Triton kernels against the reference, on a CPU, through Triton's interpreter.
+
+It multiplies and rounds bfloat16 wrongly; benchmarks/check_gpu.py tests that too, on a GPU.
+"""
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import problems
+from torch import Tensor
+
+from tomesd import kernels
+from tomesd.kernels import Cells, draw_key, draw_offsets, reference
+from tomesd.plan import MergePlan
+from tomesd.selectors import bipartite
+
+interpreted = mock.patch.dict(os.environ, TRITON_INTERPRET="1")
+with interpreted:  # Triton looks at it when the kernels are imported
+    from tomesd.kernels import triton as fast
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    """Only for these tests: others in the same process are not to use the interpreter."""
+    with interpreted:
+        yield
+
+
+def both(metric: Tensor, cells: Cells, remove: int, **where: object) -> list[MergePlan]:
+    return [
+        bipartite(metric, cells, remove, backend=backend, **where)
+        for backend in ("triton", "reference")
+    ]
+
+
+def assert_same_plan(one: MergePlan, other: MergePlan) -> None:
+    assert torch.equal(one.slot, other.slot)
+    assert torch.equal(one.start, other.start)
+    # Within a slot, any order of the tokens will do, as long as it is always the same.
+    for order, slot in ((p.order.long(), p.slot) for p in (one, other)):
+        assert torch.equal(slot.gather(1, order), slot.sort(dim=1).values)
+        assert torch.equal(order.sort(dim=1).values, torch.arange(order.shape[1]).expand_as(order))
+
+
+@given(problems())
+@settings(max_examples=25, deadline=None)
+def test_plans_are_those_of_the_reference(problem):
+    metric, cells, remove, offsets = problem
+    assert_same_plan(*both(metric.float(), cells, remove, offsets=offsets))
+
+
+@pytest.mark.parametrize("channels", [1, 64, 80, 320, 3072])
+def test_any_number_of_channels(channels):
+    metric = torch.randn(2, 48, channels, generator=torch.Generator().manual_seed(channels))
+    # In few channels many tokens point the same way, and ties may be broken in any way.
+    remove = 20 if channels > 1 else 1
+    one, other = both(metric, Cells.of(8, 6, 2, 2), remove)
+    if channels > 1:
+        assert_same_plan(one, other)
+    assert (one.size >= 1).all()
+
+
+def test_grids_larger_than_a_tile():
+    metric = torch.randn(1, 33 * 27, 16, generator=torch.Generator().manual_seed(0))
+    time = torch.tensor([17.0])
+    assert_same_plan(*both(metric, Cells.of(33, 27, 2, 2), 500, timestep=time, key=draw_key(3, 2)))
+
+
+def test_half_precision_matches_as_well_as_the_reference():
+    """The similarity that a plan gives up is at most twice what the reference gives up in this
+    precision, both against float64."""
+    exact = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    metric, cells = exact.half(), Cells.of(16, 16, 2, 2)
+    src, dst = cells.split(torch.zeros(1, cells.count, dtype=torch.int64))
+    unit = torch.nn.functional.normalize(metric.double(), dim=-1)
+    score = unit[:, src[0]] @ unit[:, dst[0]].transpose(1, 2)
+    best = score.max(dim=-1).values
+
+    def loss(plan: MergePlan) -> float:
+        merged = plan.slot[:, src[0]] - (256 - 128 - cells.count)
+        chosen = score.gather(2, merged.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        total = torch.where(merged >= 0, chosen, 0).sum()
+        return (best.topk(128, dim=1).values.sum() - total).item()
+
+    one, other = both(metric, cells, 128)
+    assert loss(one) <= 2 * loss(other) + 1e-9
+
+
+@pytest.mark.parametrize("timestep", [500, 500.5, [3, 999, 3]])
+def test_draws_are_those_of_the_reference(timestep):
+    time = torch.tensor(timestep)
+    cells, key = Cells.of(9, 12, 2, 3), draw_key(7, 4)
+    expected = draw_offsets(cells.count, cells.choices, key, time.reshape(-1))
+    metric = torch.randn(3, 9 * 12, 8, generator=torch.Generator().manual_seed(2))
+    by_time, by_offset = (
+        bipartite(metric, cells, 40, backend="triton", **where)
+        for where in ({"timestep": time, "key": key}, {"offsets": expected})
+    )
+    assert torch.equal(by_time.slot, by_offset.slot)
+
+
+def test_zero_huge_infinite_and_nan_tokens_match_nothing():
+    metric = torch.randn(2, 36, 8, generator=torch.Generator().manual_seed(0))
+    metric[0, :5] = 0
+    metric[0, 7] = torch.finfo(torch.float32).max
+    metric[1, 3] = float("nan")
+    metric[1, 9] = float("inf")
+    one, other = both(metric, Cells.of(6, 6, 2, 2), 15)
+    assert_same_plan(one, other)
+    assert one.size[1, one.slot[1, 3]] == one.size[1, one.slot[1, 9]] == 1
+
+
+@given(problems(), st.sampled_from([torch.float32, torch.float16]))
+@settings(max_examples=25, deadline=None)
+def test_slot_mean_is_that_of_the_reference(problem, dtype):
+    metric, cells, remove, offsets = problem
+    plan = bipartite(metric, cells, remove, offsets=offsets, backend="reference")
+    x = torch.randn(*metric.shape[:2], 37).to(dtype)
+    lists = (plan.slot, plan.order, plan.start)
+    exact = reference.slot_mean(x.double(), *lists)
+    error, allowed = (
+        (mean(x, *lists).double() - exact).abs().max()
+        for mean in (fast.slot_mean, reference.slot_mean)
+    )
+    assert error <= 2 * allowed + 1e-7
+
+
+@given(problems(), st.integers(1, 300))
+@settings(max_examples=15, deadline=None)
+def test_slot_gather_is_that_of_the_reference(problem, channels):
+    metric, cells, remove, offsets = problem
+    slot = bipartite(metric, cells, remove, offsets=offsets, backend="reference").slot
+    y = torch.randn(metric.shape[0], cells.tokens - remove, channels).half()
+    assert torch.equal(fast.slot_gather(y, slot), reference.slot_gather(y, slot))
+
+
+def test_gradients_of_slot_mean():
+    metric = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(0))
+    plan = bipartite(metric, Cells.of(4, 4, 2, 2), 8, backend="reference")
+    x = torch.randn(2, 16, 5, requires_grad=True)
+    weight = torch.randn(2, 8, 5)
+    grads = []
+    for triton in (True, False):
+        mean = kernels.slot_mean(x, plan.slot, plan.order, plan.start, triton)
+        grads += torch.autograd.grad((mean * weight).sum(), x)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("op", ["match_tokens", "slot_mean"])
+def test_operators_are_registered_as_pytorch_wants_them(op):
+    metric = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(0))
+    plan = MergePlan.empty(2, 16, 8, metric.device, triton=True)
+    lists = (plan.slot, plan.order, plan.start)
+    clock = kernels.new_clock(1, metric.device)
+    time = torch.tensor([5.0])
+    matching = (metric, time, None, *lists, clock, 4, 4, 2, 2, 8, 3, 2, True)
+    torch.ops.tomesd.match_tokens(*matching)
+    arguments = matching if op == "match_tokens" else (metric.requires_grad_(), *lists)
+    torch.library.opcheck(getattr(torch.ops.tomesd, op).default, arguments)
+
+
+class TestClock:
+    """Both implementations keep a plan while the time falls, and for so many calls."""
+
+    @pytest.mark.parametrize("triton", [True, False])
+    @pytest.mark.parametrize(
+        ("times", "made"),
+        [
+            ([9, 8, 7, 6, 5, 4, 3], [1, 0, 0, 1, 0, 0, 1]),
+            ([9, 8, 9, 8, 7], [1, 0, 1, 0, 0]),  # a new image
+            ([9, 9, 8, 8], [1, 1, 0, 1]),  # time stands still: perhaps a new image
+            ([[9, 8], [8, 7], [7, 7], [6, 6]], [1, 0, 1, 0]),  # one of two images starts anew
+        ],
+    )
+    def test_keeps_and_renews(self, triton, times, made):
+        cells, generator = Cells.of(4, 4, 2, 2), torch.Generator().manual_seed(0)
+        plan = MergePlan.empty(2, 16, 8, torch.device("cpu"), triton)
+        lists = (plan.slot, plan.order, plan.start)
+        clock = kernels.new_clock(torch.tensor(times[0]).numel(), torch.device("cpu"))
+        before = plan.slot.clone()
+        for time, renewed in zip(times, made, strict=True):
+            metric = torch.randn(2, 16, 32, generator=generator)
+            kernels.match_tokens(
+                metric,
+                cells,
+                8,
+                lists,
+                timestep=torch.tensor(time),
+                clock=clock,
+                refresh=3,
+                triton=triton,
+            )
+            fresh = bipartite(metric, cells, 8, backend="reference").slot
+            assert torch.equal(plan.slot, fresh if renewed else before)
+            before = plan.slot.clone()
+
+
+def test_a_backend_that_cannot_serve_is_an_error_unless_it_is_automatic():
+    metric = torch.randn(1, 16, 4, dtype=torch.float64)
+    cells = Cells.of(4, 4, 2, 2)
+    with pytest.raises(RuntimeError, match=r'backend="triton".*float64'):
+        bipartite(metric, cells, 4, backend="triton")
+    assert not bipartite(metric, cells, 4, backend="auto").triton

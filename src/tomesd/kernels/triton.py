@@ -168,13 +168,13 @@ def _best_match(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count(
-    values, own, low, high, n, BLOCK: tl.constexpr, DESCENDING: tl.constexpr, TIES: tl.constexpr
+    values, own, low, high, BLOCK: tl.constexpr, DESCENDING: tl.constexpr, TIES: tl.constexpr
 ):  # type: ignore[no-untyped-def]
     """How many of the values in low..high come before each of own, equal ones counting if TIES."""
     before = tl.zeros([own.shape[0], BLOCK], tl.int32)
     for j0 in range(low, high, BLOCK):
         j = j0 + tl.arange(0, BLOCK)
-        other = tl.load(values + j, j < n, other=float("-inf") if DESCENDING else 0x7FFFFFFF)
+        other = tl.load(values + j, j < high, other=float("-inf") if DESCENDING else 0x7FFFFFFF)
         if DESCENDING:
             ahead = other[None, :] >= own[:, None] if TIES else other[None, :] > own[:, None]
         else:
@@ -191,8 +191,8 @@ def _place(values, own, i0, n, BLOCK: tl.constexpr, DESCENDING: tl.constexpr):  
     """
     size: tl.constexpr = own.shape[0]
     i = i0 + tl.arange(0, size)
-    earlier = _count(values, own, 0, i0, n, BLOCK, DESCENDING, TIES=True)
-    later = _count(values, own, i0, n, n, BLOCK, DESCENDING, TIES=False)
+    earlier = _count(values, own, 0, i0, BLOCK, DESCENDING, TIES=True)
+    later = _count(values, own, i0, n, BLOCK, DESCENDING, TIES=False)
     # Equal ones among themselves: only those listed before count.
     other = tl.load(values + i, i < n, other=0)
     tied = (other[None, :] == own[:, None]) & (i[None, :] < i[:, None]) & (i < n)[None, :]
@@ -291,7 +291,7 @@ def _list_members(  # type: ignore[no-untyped-def]
     else:
         d = (tl.program_id(0) - merging_programs) * BLOCK + tl.arange(0, BLOCK)
         valid = d < count
-        before = _count(edge, d, 0, remove, remove, BLOCK_J, DESCENDING=False, TIES=False)
+        before = _count(edge, d, 0, remove, BLOCK_J, DESCENDING=False, TIES=False)
         token = _dst_token(d, offsets + (b // offset_rows) * count, valid, w, columns, sy, sx)
         first = kept + before + d
         tl.store(order + first, token, valid)

@@ -154,7 +154,7 @@ def main() -> None:
     import torch
 
     from tomesd.bench import RowFile
-    from tomesd.bench.tables import HEADER, markdown, result_table
+    from tomesd.bench.tables import HEADER, failures, markdown, result_table
 
     args = parse()
     # Each process compiles with few threads: there are many processes.
@@ -178,6 +178,7 @@ def main() -> None:
             if worker.process.pid is not None and worker.process.is_alive():
                 worker.process.kill()
     print(markdown(HEADER, result_table(file.rows)))
+    print("\n".join(failures(file.rows)))
 
 
 def smaller(one: Case, args: argparse.Namespace) -> Case:

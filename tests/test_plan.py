@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tomesd.plan import MergePlan
 from tomesd.kernels import Cells, draw_key, draw_offsets
+from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite
 
 cells_of = st.builds(

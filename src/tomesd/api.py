@@ -11,6 +11,7 @@ from torch import nn
 from .hosts import find_modules, find_targets
 from .patch import patch_of, restore, swap
 from .policy import Patch
+from .roles import Layer
 from .settings import Backend, Settings, Share, When
 
 __all__ = ["apply_patch", "patched", "remove_patch"]
@@ -74,7 +75,9 @@ def apply_patch(
         for target in targets:
             patch = Patch(settings, target.rooted)
             for module, role in target.sites:
-                swap(module, role, patch)
+                # A wrapper that does nothing still takes time.
+                if not isinstance(role, Layer) or settings.merges[role.kind]:
+                    swap(module, role, patch)
     except BaseException:
         remove_patch(model)  # nothing is half applied
         raise

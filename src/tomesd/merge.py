@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .kernels import Cells
-from .selectors import bipartite
+from .selectors.bipartite import bipartite
 
 __all__ = ["bipartite_soft_matching_random2d", "do_nothing"]
 

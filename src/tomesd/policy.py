@@ -22,7 +22,7 @@ from . import kernels
 from .cost import Device, merging_pays
 from .kernels import Cells
 from .plan import MergePlan
-from .selectors import bipartite
+from .selectors.bipartite import bipartite
 from .settings import MergeWarning, Settings
 
 __all__ = ["Call", "Frame", "Patch", "Planner", "Visit", "current_frame", "enter_frame"]
@@ -105,8 +105,10 @@ class Visit:
     blocks: int
     remove: int
     """Tokens that its blocks remove."""
+    decided: bool = False
+    """Whether the first block has found out if merging pays."""
     too_small: bool = False
-    """Whether they would have removed some, but merging does not pay."""
+    """Whether its blocks would have removed some, but merging does not pay."""
 
 
 @dataclass(eq=False)
@@ -153,12 +155,18 @@ class Frame:
 
     def merges(self, x: Tensor) -> bool:
         """Whether to merge tokens in a block with input `x` `[B, N, C]`."""
-        visit, settings = self.visit, self.settings
+        visit = self.visit
         if visit is None or visit.remove == 0:
             return False
-        if settings.when == "always":
-            return True
-        pays = merging_pays(
+        if not visit.decided and self.settings.when == "if_faster":
+            visit.decided = True
+            if not self._pays(visit, x):
+                visit.remove, visit.too_small = 0, True
+        return visit.remove > 0
+
+    def _pays(self, visit: Visit, x: Tensor) -> bool:
+        settings = self.settings
+        return merging_pays(
             Device.of(x.device, compiled=_is_replayed(x)),
             batch=x.shape[0],
             channels=x.shape[2],
@@ -168,9 +176,6 @@ class Frame:
             uses=1 if settings.share == "block" else visit.blocks,
             item_size=x.element_size(),
         )
-        if not pays:
-            visit.remove, visit.too_small = 0, True
-        return pays
 
     def with_plan(self, x: Tensor) -> "Frame":
         """The frame inside a block with input `x` `[B, N, C]`, where there are tokens to remove."""

@@ -111,8 +111,10 @@ class Stack(Role):
 @dataclass(frozen=True)
 class Block(Role):
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        x = self.input(args, kwargs)
         frame = current_frame(patch)
+        if frame is not None and frame.grid is not None and frame.remove == 0:
+            return inner(*args, **kwargs)
+        x = self.input(args, kwargs)
         if frame is None or frame.grid is None:
             _refuse_outside(patch, module)
             frame = _square_frame(patch, x)

@@ -84,8 +84,8 @@ class Settings:
                 raise ValueError(f"{name}={value!r}: must be at least {low}")
         for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
             _check_type(name, getattr(self, name), bool, "a bool")
-        for name, allowed in (("share", Share), ("when", When), ("backend", Backend)):
-            _check_word(name, getattr(self, name), get_args(allowed))
+        for name, words in (("share", Share), ("when", When), ("backend", Backend)):
+            _check_word(name, getattr(self, name), get_args(words))
 
     @property
     def ratio_cap(self) -> float:

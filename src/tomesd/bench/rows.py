@@ -56,7 +56,8 @@ def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
-        return f"{torch.get_num_threads()} threads, {platform.machine()} CPU"
+        threads = torch.get_num_threads()
+        return f"{threads} thread{'s' if threads > 1 else ''}, {platform.machine()} CPU"
     return device.type
 
 

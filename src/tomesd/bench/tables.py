@@ -151,12 +151,12 @@ def duration(row: Row) -> str:
 
 def failures(rows: Iterable[Row]) -> list[str]:
     """What went wrong, other than memory running out; one line each."""
-    return [
-        f"{row['label']}, {row['model']} {row['width']}x{row['height']}, {row['mode']}: "
-        f"{row['error']}"
-        for row in rows
-        if row["error"] not in (None, OUT_OF_MEMORY)
-    ]
+    lines = []
+    for row in rows:
+        if row["error"] not in (None, OUT_OF_MEMORY):
+            where = row["setting"] or f"{row['model']} {row['width']}x{row['height']}"
+            lines.append(f"{where}, {row['mode']}, {row['label']}: {row['error']}")
+    return lines
 
 
 def split_common(

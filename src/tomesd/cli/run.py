@@ -12,6 +12,7 @@ from .. import __version__
 from ..generation import LoadError
 from ..hosts import UnsupportedModelError
 from ..settings import MergeWarning
+from .bench import Bench
 from .demo import Demo
 from .describe import Describe
 from .generate import Generate
@@ -24,6 +25,7 @@ _COMMANDS: Any = (
     | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Describe, tyro.conf.subcommand("describe")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
 

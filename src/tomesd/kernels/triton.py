@@ -23,7 +23,7 @@ _M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 
 @triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
+def _mix(x):
     """Scrambles 31 bits, as `draw._mix` does."""
     x = ((x ^ (x >> 15)) * _M0) & _MASK
     x = ((x ^ (x >> 15)) * _M1) & _MASK
@@ -32,7 +32,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):
     """Moves the clock to the timestep and raises its flag if the plan is to be made anew."""
     i = tl.arange(0, BLOCK)
     time = tl.load(timestep + i, i < times, other=0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _draw(timestep, offsets, key, count, choices, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _draw(timestep, offsets, key, count, choices, BLOCK: tl.constexpr):
     """offsets [T, count], as `draw.draw_offsets` makes them."""
     row = tl.program_id(1)
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -57,14 +57,14 @@ def _draw(timestep, offsets, key, count, choices, BLOCK: tl.constexpr):  # type:
 
 
 @triton.jit
-def _dst_token(d, offsets, valid, w, columns, sy: tl.constexpr, sx: tl.constexpr):  # type: ignore[no-untyped-def]
+def _dst_token(d, offsets, valid, w, columns, sy: tl.constexpr, sx: tl.constexpr):
     """Token number of destination d: the drawn one of cell d."""
     inside = tl.load(offsets + d, valid, other=0)
     return ((d // columns) * sy + inside // sx) * w + (d % columns) * sx + inside % sx
 
 
 @triton.jit
-def _src_token(s, offsets, valid, h, w, columns, count, sy: tl.constexpr, sx: tl.constexpr):  # type: ignore[no-untyped-def]
+def _src_token(s, offsets, valid, h, w, columns, count, sy: tl.constexpr, sx: tl.constexpr):
     """Token number of source s: the rest of each cell, then what belongs to no cell."""
     others: tl.constexpr = sy * sx - 1
     per_cell: tl.constexpr = others if others > 0 else 1
@@ -82,7 +82,7 @@ def _src_token(s, offsets, valid, h, w, columns, count, sy: tl.constexpr, sx: tl
 
 
 @triton.jit
-def _inverse_norm(x, out, flag, n, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _inverse_norm(x, out, flag, n, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """out [B, N]: 1 / length of each token; 0 for zero, infinite and NaN ones."""
     if flag is not None:
         if tl.load(flag) == 0:
@@ -102,7 +102,7 @@ def _inverse_norm(x, out, flag, n, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.
 
 
 @triton.jit
-def _best_match(  # type: ignore[no-untyped-def]
+def _best_match(
     x,
     inverse,
     offsets,
@@ -169,7 +169,7 @@ def _best_match(  # type: ignore[no-untyped-def]
 @triton.jit
 def _count(
     values, own, low, high, BLOCK: tl.constexpr, DESCENDING: tl.constexpr, TIES: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """How many of the values in low..high come before each of own, equal ones counting if TIES."""
     before = tl.zeros([own.shape[0], BLOCK], tl.int32)
     for j0 in range(low, high, BLOCK):
@@ -184,7 +184,7 @@ def _count(
 
 
 @triton.jit
-def _place(values, own, i0, n, BLOCK: tl.constexpr, DESCENDING: tl.constexpr):  # type: ignore[no-untyped-def]
+def _place(values, own, i0, n, BLOCK: tl.constexpr, DESCENDING: tl.constexpr):
     """Places of the values i0, i0 + 1, ... (own) when all n are sorted; equal ones stay in order.
 
     Comparing all with all is quadratic, but without channels: a small part of the matching.
@@ -200,7 +200,7 @@ def _place(values, own, i0, n, BLOCK: tl.constexpr, DESCENDING: tl.constexpr):  
 
 
 @triton.jit
-def _rank(  # type: ignore[no-untyped-def]
+def _rank(
     score,
     match,
     offsets,
@@ -248,7 +248,7 @@ def _rank(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _list_members(  # type: ignore[no-untyped-def]
+def _list_members(
     edge,
     edge_token,
     offsets,
@@ -301,7 +301,7 @@ def _list_members(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slot_mean(  # type: ignore[no-untyped-def]
+def _slot_mean(
     x,
     order,
     start,
@@ -337,7 +337,7 @@ def _slot_mean(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _slot_gather(y, slot, out, n, slots, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _slot_gather(y, slot, out, n, slots, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """out [B, N, C]: the row of each token's slot."""
     b = tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,0 +1,380 @@
+"""Writes docs/performance.md and its figures from the rows in benchmarks/results.
+
+    python scripts/update_performance.py           update the files
+    python scripts/update_performance.py --check   fail if the document is out of date
+
+A section is there if its rows are. Of a setting that was measured several times, the last counts.
+"""
+
+import argparse
+from pathlib import Path
+
+from tomesd.bench.plots import COLOURS, figure, save_figure
+from tomesd.bench.rows import Row, read_rows
+from tomesd.bench.tables import (
+    Comparison,
+    comparisons,
+    duration,
+    failures,
+    markdown,
+    percent,
+    times,
+    versions,
+)
+
+ROOT = Path(__file__).parent.parent
+KEPT, EVERY_FEW, EVERY_STEP = "plan kept", "plan every 4 steps", "plan every step"
+ORIGINAL, OURS = "tomesd 0.1.3", "this library"
+STEPS = 50  # of the images in the paper
+
+INTRODUCTION = """\
+# Performance
+
+Measured, not promised: every table is written from rows in
+[benchmarks/results](../benchmarks/results) by
+[scripts/update_performance.py](../scripts/update_performance.py), the bad results with the good.
+
+The models are Stable Diffusion's architectures with random weights: time and memory do not depend
+on the values of the weights; quality does, and is not shown here. Times are medians; all variants
+of a setting are warm and take turns within one run. A step is one call of the UNet with guidance,
+on two latents per image. Memory is the peak of a step beyond the weights.
+
+- **unpatched**: the model as it is. **tomesd 0.1.3**: the original library.
+- **bound**: the same tokens are removed in the same layers, but nothing is matched and as little as
+  possible is moved. No way of choosing tokens can be faster.
+- **recovered**: the share of what the bound saves that is saved, (unpatched - ours) / (unpatched -
+  bound).
+- **plan kept**: which tokens merge is found out once per image (`share="steps"` with a `refresh`
+  beyond the number of steps); **every 4 steps**: `share="steps"` at its default; **every step**:
+  `share="level"`.
+
+Repeat it: `tomesd bench` for a model and settings of your own, [benchmarks/](../benchmarks) for
+these tables.
+"""
+
+
+class Document:
+    """Collects sections; knows the rows."""
+
+    def __init__(self, results: Path, figures: Path):
+        rows = [row for path in sorted(results.glob("*.jsonl")) for row in read_rows(path)]
+        self.rows = [row for row in rows if "section" in row]
+        self.figures = figures
+        self.parts = [INTRODUCTION]
+
+    def settings(self, section: str) -> list[Comparison]:
+        """The last measurement of each setting of a section."""
+        chosen = [row for row in self.rows if row["section"] == section]
+        last = {}
+        for found in sorted(comparisons(chosen), key=lambda found: found.first["date"]):
+            last[found.first["setting"], found.first["mode"]] = found
+        order = [(row["setting"], row["mode"]) for row in chosen]
+        return [last[name] for name in dict.fromkeys(order)]
+
+    def add(self, title: str, words: str, table: str, found: list[Comparison]) -> None:
+        rows = [row for comparison in found for row in comparison]
+        self.parts += [f"## {title}\n", words.strip() + "\n", table + "\n"]
+        failed = dict.fromkeys(f"- failed: {line}" for line in failures(rows))
+        if failed:
+            self.parts.append("\n".join(failed) + "\n")
+        self.parts.append(f"{versions(rows)}.\n")
+
+    def picture(self, name: str, words: str) -> None:
+        self.parts.insert(-1, f"![{words}](figures/performance/{name})\n")
+
+    def text(self) -> str:
+        return "\n".join(self.parts)
+
+
+def ms(row: Row | None) -> str:
+    return "-" if row is None else duration(row)
+
+
+def gained(found: Comparison, row: Row | None) -> str:
+    """Milliseconds, and how many times as fast as unpatched."""
+    if row is None or row["seconds"] is None:
+        return ms(row)
+    return f"{ms(row)} ({times(found.speedup(row))})"
+
+
+def mib(row: Row | None) -> str:
+    if row is None or row["seconds"] is None:
+        return ms(row)
+    return f"{row['peak_mib']:,.0f}"
+
+
+def eight_settings(document: Document, section: str, title: str, words: str) -> None:
+    found = document.settings(section)
+    if not found:
+        return
+    header = ["setting", "unpatched", ORIGINAL, "bound", KEPT, EVERY_FEW, EVERY_STEP]
+    header += ["recovered: kept", "every 4 steps", "every step", "0.1.3"]
+    lines = []
+    for one in found:
+        shown = ["unpatched", "original", "free", KEPT, EVERY_FEW, EVERY_STEP]
+        line = [one.first["setting"], *(ms(one.find(label)) for label in shown)]
+        for label in (KEPT, EVERY_FEW, EVERY_STEP, "original"):
+            row = one.find(label)
+            line.append("-" if row is None else percent(one.recovered(row)))
+        lines.append(line)
+    document.add(title, words, markdown(header, lines), found)
+    name = f"{section}.svg"
+    plot_recovered(found, document.figures / name)
+    document.picture(name, f"Share of the possible gain that is recovered, {section} mode")
+
+
+def plot_recovered(found: list[Comparison], path: Path) -> None:
+    picture, axes = figure(8.0, 0.6 + 0.62 * len(found))
+    bars = ((KEPT, "tomesd", 1.0), (EVERY_STEP, "tomesd", 0.55), ("original", "original", 1.0))
+    for place, one in enumerate(found):
+        for offset, (label, kind, alpha) in enumerate(bars):
+            row = one.find(label)
+            share = None if row is None else one.recovered(row)
+            if share is not None:
+                axes.barh(
+                    place + 0.26 * (offset - 1),
+                    max(share, -0.5),  # far below, all there is to see is that it is slower
+                    0.24,
+                    color=COLOURS[kind],
+                    alpha=alpha,
+                    label=ORIGINAL if label == "original" else label,
+                )
+    axes.axvline(1.0, color=COLOURS["free"], linewidth=1.2)
+    axes.axvline(0.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(found)), [one.first["setting"] for one in found], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("recovered share (0: as unpatched, 1: the bound; cut at -0.5)")
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(handles.values(), handles.keys(), frameon=False, fontsize=8)
+    save_figure(picture, path)
+
+
+def compiled(document: Document) -> None:
+    found = document.settings("compile")
+    if not found:
+        return
+    header = ["setting", "mode", "compiled", "with 0.1.3", f"with {KEPT}", f"with {EVERY_STEP}"]
+    lines = []
+    for one in found:
+        mode = one.first["mode"].removeprefix("compile").removeprefix("-") or "default"
+        rows = (one.find(label) for label in ("original", KEPT, EVERY_STEP))
+        shown = [gained(one, row) for row in rows]
+        lines.append([one.first["setting"], mode, ms(one.find("unpatched")), *shown])
+    words = "Milliseconds per step; in brackets, how many times as fast as compiled alone."
+    document.add("torch.compile", words, markdown(header, lines), found)
+
+
+def paper(document: Document) -> None:
+    found = document.settings("paper")
+    if not found:
+        return
+    lines = []
+    for one in found:
+        lines.append(["0", *per_image(one, one.find("unpatched")), "-", "-"])
+        ratios = {row["settings"]["ratio"] for row in one if row["settings"]}
+        for ratio in sorted(ratios):
+            by_kind = {
+                row["variant"]: row
+                for row in one
+                if row["settings"] and row["settings"]["ratio"] == ratio
+            }
+            original = per_image(one, by_kind.get("original"))
+            lines.append([f"{100 * ratio:.0f}", *original, *per_image(one, by_kind.get("tomesd"))])
+    header = ["r %", f"{ORIGINAL}: s / image", "GiB / image", f"{OURS}: s / image", "GiB / image"]
+    words = f"""
+The table of the original's README: Stable Diffusion 1.5 at 512 px, attention that is not fused, r
+from 10 to 60 %. Time of the UNet for {STEPS} steps, and memory, both per image, of
+{found[0].first["images"]} images at a time, in eager mode at default settings. The row r = 0 is the
+unpatched model; in brackets, how many times as fast, and how much of its memory."""
+    document.add("The table of the paper", words, markdown(header, lines), found)
+
+
+def per_image(found: Comparison, row: Row | None) -> list[str]:
+    if row is None or row["seconds"] is None:
+        return [ms(row), "-"]
+    base = found.find("unpatched")
+    seconds, memory = row["seconds"] * STEPS / row["images"], row["peak_mib"] / row["images"] / 1024
+    cells = [f"{seconds:.2f}", f"{memory:.2f}"]
+    if base is None or base["seconds"] is None or base is row:
+        return cells
+    factors = (base["seconds"] / row["seconds"], row["peak_mib"] / base["peak_mib"])
+    return [f"{cell} ({times(factor)})" for cell, factor in zip(cells, factors, strict=True)]
+
+
+def by_batch(document: Document, section: str, title: str, words: str) -> None:
+    found = document.settings(section)
+    if not found:
+        return
+    header = ["size", "images", "mode", "unpatched", ORIGINAL, OURS]
+    lines = []
+    for one in found:
+        first = one.first
+        shown = [gained(one, one.find(kind)) for kind in ("original", "tomesd")]
+        size = f"{first['width']} px"
+        lines.append([size, str(first["images"]), first["mode"], ms(one.find("unpatched")), *shown])
+    document.add(title, words, markdown(header, lines), found)
+
+
+def memory(document: Document) -> None:
+    found = document.settings("eager") or document.settings("graph")
+    if not found:
+        return
+    labels = ("unpatched", "original", KEPT, EVERY_STEP)
+    lines = [[one.first["setting"], *(mib(one.find(label)) for label in labels)] for one in found]
+    header = ["setting", "unpatched", ORIGINAL, KEPT, EVERY_STEP]
+    words = "Peak memory of a step beyond the weights, in MiB, with fused attention."
+    document.add("Memory", words, markdown(header, lines), found)
+
+
+def matching(document: Document) -> None:
+    found = document.settings("matching")
+    if not found:
+        return
+    modes = {one.first["mode"] for one in found}
+    mode = "graph" if "graph" in modes else "eager"
+    found = [one for one in found if one.first["mode"] == mode]
+    labels = ("triton", "reference", "original")
+    names = {"triton": "Triton", "reference": "PyTorch", "original": "0.1.3"}
+    lines = [
+        [
+            f"{one.first['tokens']:,}",
+            *(ms(one.find(label)) for label in labels),
+            *(mib(one.find(label)) for label in labels),
+        ]
+        for one in found
+    ]
+    header = ["tokens", *(f"{names[label]}: ms" for label in labels)]
+    header += [f"{names[label]}: MiB" for label in labels]
+    first = found[0].first
+    words = f"""
+What it takes to find out which tokens belong together, once, for {first["batch"]} x N tokens of
+{first["channels"]} channels at r = {first["settings"]["ratio"]:g}, in {mode} mode: with the Triton
+kernels of this library, with its plain PyTorch, and with {ORIGINAL}. All of them compare every
+source with every destination. The original writes all similarities down; this library holds a tile
+of them at a time."""
+    document.add("How matching grows", words, markdown(header, lines), found)
+    plot_matching(found, labels, names, document.figures / "matching.svg")
+    document.picture("matching.svg", "Time and memory of matching against the number of tokens")
+
+
+def plot_matching(found: list[Comparison], labels: tuple, names: dict, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(8.0, 3.4), layout="constrained")
+    colours = {"triton": COLOURS["tomesd"], "reference": "#66b2bd", "original": COLOURS["original"]}
+    for axes, name, unit in zip(
+        picture.subplots(1, 2), ("seconds", "peak_mib"), ("ms", "MiB"), strict=True
+    ):
+        for label in labels:
+            rows = [row for one in found if (row := one.find(label)) and row["seconds"]]
+            scale = 1000 if unit == "ms" else 1
+            points = [(row["tokens"], row[name] * scale) for row in rows if row[name]]
+            style = {"color": colours[label], "label": names[label]}
+            axes.loglog([x for x, _ in points], [y for _, y in points], "o-", ms=4, **style)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(unit)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    save_figure(picture, path)
+
+
+def cpu(document: Document) -> None:
+    found = document.settings("cpu")
+    if not found:
+        return
+    lines = []
+    for one in found:
+        lines.append(["0", "-", ms(one.find("unpatched")), "-"])
+        for row in one:
+            if row["variant"] != "unpatched":
+                name = ORIGINAL if row["variant"] == "original" else OURS
+                share = percent(row.get("matching_share"))
+                lines.append([f"{row['settings']['ratio']:g}", name, gained(one, row), share])
+    header = ["ratio", "library", "ms per step", "of it in matching"]
+    words = "The embedded model at 256 px, one image, default settings."
+    document.add("On a CPU", words, markdown(header, lines), found)
+
+
+def pipelines(document: Document) -> None:
+    found = document.settings("pipelines")
+    if not found:
+        return
+    lines = [
+        [
+            one.first["setting"],
+            ms(one.find("unpatched")),
+            *(gained(one, one.find(kind)) for kind in ("original", "tomesd")),
+        ]
+        for one in found
+    ]
+    words = "Milliseconds for one image, with scheduler and decoder, eager, at default settings."
+    header = ["setting", "unpatched", ORIGINAL, OURS]
+    document.add("Whole images", words, markdown(header, lines), found)
+
+
+def build(document: Document) -> str:
+    eight_settings(
+        document,
+        "graph",
+        "The bound, and how close we come",
+        "Milliseconds per step, replayed as a CUDA graph: the time of the GPU alone. The original "
+        "runs without random destinations, which it cannot draw inside a graph.",
+    )
+    eight_settings(
+        document,
+        "eager",
+        "The same in eager mode",
+        "Milliseconds per step. The host starts every kernel, and at small sizes that takes longer "
+        "than the kernels do.",
+    )
+    compiled(document)
+    paper(document)
+    by_batch(
+        document,
+        "batches",
+        "Resolution and batch size",
+        "Stable Diffusion 1.5, fused attention, default settings, r = 0.5: milliseconds per step, "
+        "and how many times as fast as unpatched.",
+    )
+    by_batch(
+        document,
+        "sdxl",
+        "Stable Diffusion XL at default settings",
+        "There is no attention at full resolution, and merging can hardly pay: by default, it is "
+        "left out where it does not. Milliseconds per step.",
+    )
+    pipelines(document)
+    memory(document)
+    matching(document)
+    cpu(document)
+    return document.text()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    args = parser.parse_args(arguments)
+    path = args.docs / "performance.md"
+    if args.check:
+        check(args, path)
+        return
+    document = Document(args.results, args.docs / "figures" / "performance")
+    path.write_text(build(document), encoding="utf-8")
+
+
+def check(args: argparse.Namespace, path: Path) -> None:
+    """Figures may differ in a detail from one matplotlib to the next: only the text is compared."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        text = build(Document(args.results, Path(folder)))
+        drawn = {figure.name for figure in Path(folder).glob("*")}
+    there = {figure.name for figure in (args.docs / "figures" / "performance").glob("*")}
+    if not path.exists() or path.read_text(encoding="utf-8") != text or drawn != there:
+        raise SystemExit(f"{path.name} is out of date: run python scripts/update_performance.py")
+
+
+if __name__ == "__main__":
+    main()

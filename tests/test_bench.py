@@ -1,0 +1,570 @@
+"""The benchmark: what it measures, the rows it writes, and the tables made of them."""
+
+import importlib.util
+import json
+import math
+import re
+import sys
+import weakref
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import tyro
+from diffusers import UNet2DConditionModel
+from PIL import Image
+from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tomesd
+from tomesd import Settings
+from tomesd.bench import (
+    ARCHITECTURES,
+    Case,
+    Effort,
+    RowFile,
+    Subject,
+    Subjects,
+    Variant,
+    comparisons,
+    load_subject,
+    measure_case,
+    prepare,
+    read_rows,
+    recovered,
+    run_cases,
+)
+from tomesd.bench import models as bench_models
+from tomesd.bench.calls import make_call
+from tomesd.bench.measure import Timing, take_turns
+from tomesd.bench.models import shared_copy
+from tomesd.bench.tables import duration, failures, split_common
+from tomesd.bench.variants import FreePlan
+from tomesd.cli.bench import Bench
+from tomesd.patch import patch_of
+
+CPU = torch.device("cpu")
+QUICK = Effort(seconds=0.0, min_repeats=2, sample_seconds=0.0)
+ALWAYS = Settings(when="always")
+ROOT = Path(__file__).parent.parent
+
+TINY = {
+    **ARCHITECTURES["sd15"],
+    "block_out_channels": (32, 64),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "layers_per_block": 1,
+    "cross_attention_dim": 32,
+}
+TINY_XL = {
+    **ARCHITECTURES["sdxl"],
+    "block_out_channels": (32, 64, 64),
+    "layers_per_block": 1,
+    "transformer_layers_per_block": (1, 1, 2),
+    "attention_head_dim": (4, 8, 8),
+    "cross_attention_dim": 32,
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 80,
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The architectures under their names, but small."""
+    monkeypatch.setitem(ARCHITECTURES, "sd15", TINY)
+    monkeypatch.setitem(ARCHITECTURES, "sdxl", TINY_XL)
+    monkeypatch.setitem(bench_models._VAE, "block_out_channels", (32, 32, 32, 32))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a library named tomesd that has the interface of the original."""
+    folder = tmp_path_factory.mktemp("original")
+    package = folder / "tomesd"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .patch import apply_patch\n")
+    (package / "patch.py").write_text(
+        "def apply_patch(model, ratio=0.5, max_downsample=1, sx=2, sy=2, use_rand=True,\n"
+        "                merge_attn=True, merge_crossattn=False, merge_mlp=False):\n"
+        "    model.patched_by_the_original = (ratio, max_downsample, use_rand)\n"
+        "    return model\n"
+    )
+    return str(folder)
+
+
+def all_variants(original: str) -> tuple[Variant, ...]:
+    return (
+        Variant("unpatched"),
+        Variant("tomesd", ALWAYS),
+        Variant("tomesd", replace(ALWAYS, share="steps", refresh=3), "kept"),
+        Variant("original", ALWAYS, folder=original),
+        Variant("free", ALWAYS),
+    )
+
+
+def step_of(subject: Subject, variant: Variant) -> torch.Tensor:
+    model = shared_copy(subject.model)
+    variant.apply(model)
+    with torch.no_grad():
+        return make_call(subject, model, "step", (128, 128), 1, 1)()[0]
+
+
+# What is measured
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("sd15", 860), ("sd21", 866), ("sdxl", 2567)])
+def test_architectures_are_the_published_ones(name, parameters, monkeypatch) -> None:
+    """By their number of parameters, in millions."""
+    monkeypatch.undo()
+    with torch.device("meta"):
+        model = UNet2DConditionModel(**ARCHITECTURES[name])
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == parameters
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_random_weights_are_the_same_each_time_and_leave_the_generator_alone(dtype: str) -> None:
+    state = torch.get_rng_state()
+    one, two = (load_subject("sd15", device="cpu", dtype=dtype) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert one.model.dtype == one.pipe.vae.dtype == getattr(torch, dtype)
+    for left, right in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+        assert left.ndim == 1 or left.any()
+
+
+def test_variants_differ_where_they_should(original: str) -> None:
+    subject = load_subject("sd15", device="cpu")
+    base, ours, kept, _, free = (step_of(subject, v) for v in all_variants(original))
+    assert torch.equal(ours, kept)  # at the first step, the plan is new in both
+    assert not torch.allclose(base, ours)
+    assert not torch.allclose(base, free)
+    assert not torch.allclose(ours, free)
+    assert torch.equal(base, step_of(subject, Variant("unpatched")))  # all ran on copies
+
+
+def test_copies_share_the_weights_and_nothing_else() -> None:
+    model = load_subject("sd15", device="cpu").model
+    copy = shared_copy(model)
+    for left, right in zip(model.parameters(), copy.parameters(), strict=True):
+        assert left is right
+    assert not {id(m) for m in model.modules()} & {id(m) for m in copy.modules()}
+    tomesd.apply_patch(copy)
+    assert patch_of(model) is None
+
+
+def test_the_original_is_told_the_finest_level(original: str) -> None:
+    for name, level in (("sd15", 1), ("sdxl", 2)):
+        model = shared_copy(load_subject(name, device="cpu").model)
+        Variant("original", replace(ALWAYS, use_rand=False), folder=original).apply(model)
+        assert model.patched_by_the_original == (0.5, level, False)
+    assert sys.modules["tomesd"] is tomesd
+    assert sys.modules["tomesd_original"].__file__.startswith(original)
+
+
+def test_timesteps_fall_from_call_to_call() -> None:
+    subject = load_subject("sd15", device="cpu")
+    call = make_call(subject, subject.model, "step", (128, 128), 3, 1)
+    seen = []
+    subject.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((args[0].shape, int(kwargs["timestep"]))),
+        with_kwargs=True,
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            call()
+    assert [shape[0] for shape, _ in seen] == [6, 6, 6]
+    assert [time for _, time in seen] == [999, 998, 997]
+
+
+def test_a_plan_kept_for_three_steps_is_timed_in_threes() -> None:
+    kept = replace(ALWAYS, share="steps", refresh=3)
+    assert Variant("tomesd", kept).period == 3
+    assert Variant("tomesd", ALWAYS).period == 1
+    assert Variant("tomesd", replace(kept, refresh=1000)).period == 1  # for the whole image
+    calls: list[int] = []
+
+    def timer(count: int) -> float:
+        calls.append(count)
+        return 1.0
+
+    timings = take_turns({"kept": timer}, QUICK, periods={"kept": 3})
+    assert timings["kept"].calls == 3
+    assert calls == [1, 3, 3]
+
+
+def test_variants_take_turns() -> None:
+    order: list[str] = []
+    timers = {
+        name: lambda count, name=name: (order.append(name), 1.0)[1] for name in ("a", "b", "c")
+    }
+    take_turns(timers, replace(QUICK, min_repeats=3))
+    assert order == ["a", "b", "c"] * 4  # once to see how long a call takes
+
+
+def test_measuring_stops_when_the_result_is_known_or_the_time_is_over() -> None:
+    steady = take_turns({"a": lambda count: 1.0}, Effort(seconds=60, min_repeats=4))
+    assert len(steady["a"].seconds) == 4
+    noise = iter(range(1, 1000))
+    noisy = take_turns({"a": lambda count: next(noise) % 7}, Effort(seconds=60, max_repeats=30))
+    assert len(noisy["a"].seconds) == 30
+    noisy = take_turns({"a": lambda count: next(noise) % 7}, Effort(seconds=0, min_repeats=6))
+    assert len(noisy["a"].seconds) == 6
+
+
+def test_median_and_spread() -> None:
+    timing = Timing(seconds=[5.0, 1.0, 2.0, 3.0, 4.0])
+    assert timing.median == 3.0
+    assert timing.spread == 2.0
+    assert timing.uncertainty == pytest.approx(0.93 * 2 / math.sqrt(5) / 3)
+
+
+class Writes(TorchDispatchMode):
+    """Counts kernels, and the numbers that they write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default):
+            self.written.append(out.numel())
+        elif function not in (torch.ops.aten.slice.Tensor, torch.ops.aten.detach.default):
+            raise AssertionError(f"an unexpected kernel: {function}")
+        return out
+
+
+def test_the_bound_moves_m_rows_in_one_kernel_each_way() -> None:
+    plan = FreePlan(tokens=64, kept=16, buffers={})
+    x = torch.randn(2, 64, 8)
+    plan.unmerge(torch.ones(2, 16, 8))  # makes the buffer, once
+    with Writes() as writes:
+        y = plan.merge(x)
+    assert writes.written == [2 * 16 * 8]
+    assert torch.equal(y, x[:, :16])
+    with Writes() as writes:
+        z = plan.unmerge(y)
+    assert writes.written == [2 * 16 * 8]
+    assert torch.equal(z[:, :16], y)
+    assert not z[:, 16:].any()
+    assert plan.fits(x)
+    assert not plan.fits(y)
+
+
+def test_the_bound_removes_what_merging_removes() -> None:
+    subject = load_subject("sd15", device="cpu")
+    seen: dict[str, list[int]] = {}
+    for variant in (Variant("tomesd", ALWAYS), Variant("free", ALWAYS)):
+        model = shared_copy(subject.model)
+        attentions = [m for n, m in model.named_modules() if n.endswith("attn1.to_q")]
+        lengths = seen.setdefault(variant.kind, [])
+        for attention in attentions:
+            attention.register_forward_pre_hook(
+                lambda module, args, lengths=lengths: lengths.append(args[0].shape[1])
+            )
+        variant.apply(model)
+        with torch.no_grad():
+            make_call(subject, model, "step", (128, 128), 1, 1)()
+    assert seen["tomesd"] == seen["free"] == [128, 64, 128, 128]  # half of 256, and the middle
+
+
+# Rows
+
+
+ROW_KEYS = {
+    *("run", "date", "section", "setting", "model", "what", "steps", "height", "width", "images"),
+    *("batch", "dtype", "attention", "mode", "variant", "label", "settings", "seconds", "spread"),
+    *("repeats", "calls", "peak_mib", "pool_mib", "finite", "error"),
+    *("hardware", "torch", "triton", "diffusers", "tomesd", "commit"),
+}
+
+
+@pytest.mark.parametrize("what", ["step", "pipeline"])
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_rows_are_complete(name: str, what: str, original: str, tmp_path: Path) -> None:
+    variants = all_variants(original)
+    variants = variants if what == "step" else variants[:2]
+    case = Case(name, 128, 64, variants, images=2, what=what, steps=2, attention="eager")
+    file = RowFile(tmp_path / "rows.jsonl", CPU)
+    made = run_cases([case], file, QUICK)
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert rows == made
+    for row, variant in zip(rows, variants, strict=True):
+        assert set(row) == ROW_KEYS
+        assert row["error"] is None
+        assert row["finite"]
+        assert row["seconds"] > 0
+        assert row["repeats"] == 2
+        assert row["calls"] == variant.period  # QUICK asks for one call, or what belongs together
+        assert (row["width"], row["height"], row["images"], row["batch"]) == (64, 128, 2, 4)
+        assert (row["dtype"], row["attention"], row["mode"]) == ("float32", "eager", "eager")
+        assert (row["variant"], row["label"]) == (variant.kind, str(variant))
+        assert row["settings"] == (None if variant.settings is None else asdict(variant.settings))
+        assert row["torch"] == torch.__version__
+
+
+def test_running_out_of_memory_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
+    # More than a process can address: the allocator itself refuses.
+    huge = Case("sd15", 2**25, 2**25, (Variant("unpatched"), Variant("tomesd", ALWAYS)))
+    small = Case("sd15", 128, 128, huge.variants)
+    file = RowFile(tmp_path / "rows.jsonl", CPU)
+    rows = run_cases([huge, small], file, QUICK, subjects=Subjects(keep=2))
+    assert [row["error"] for row in rows] == ["OOM", "OOM", None, None]
+    assert [row["seconds"] is None for row in rows] == [True, True, False, False]
+
+
+def test_a_variant_that_fits_only_alone_is_measured_alone(monkeypatch) -> None:
+    """Like CUDA graphs whose memory pools do not fit side by side."""
+    subject = load_subject("sd15", device="cpu")
+    alive: weakref.WeakSet = weakref.WeakSet()
+    refused = []
+
+    def crowded(subject: Subject, case: Case, variant: Variant) -> object:
+        if len(alive) >= 2:
+            refused.append(variant)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        prepared = prepare(subject, case, variant)
+        alive.add(prepared)
+        return prepared
+
+    monkeypatch.setattr("tomesd.bench.run.prepare", crowded)
+    variants = tuple(Variant("tomesd", replace(ALWAYS, ratio=r / 10)) for r in range(1, 6))
+    rows = measure_case(subject, Case("sd15", 64, 64, variants), QUICK)
+    assert [row["error"] for row in rows] == [None] * 5
+    assert [row["settings"]["ratio"] for row in rows] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert len(refused) == 2
+
+
+def test_a_variant_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None:
+    package = tmp_path / "tomesd"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "def apply_patch(model, **options):\n    raise IndexError('too old\\nfor this')\n"
+    )
+    subject = load_subject("sd15", device="cpu")
+    variants = (Variant("unpatched"), Variant("original", ALWAYS, folder=str(tmp_path)))
+    rows = measure_case(subject, Case("sd15", 64, 64, variants), QUICK)
+    assert [row["error"] for row in rows] == [None, "IndexError: too old"]
+
+
+def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    variants = (Variant("unpatched"), Variant("tomesd", ALWAYS))
+    cases = [Case("sd15", side, side, variants) for side in (64, 128, 192)]
+    seen = []
+
+    def interrupt(case: Case) -> None:
+        seen.append(case)
+        if case.height == 128:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_cases(cases, RowFile(path, CPU), QUICK, on_progress=interrupt)
+    first = read_rows(path)
+    assert [row["height"] for row in first] == [64, 64]
+    with path.open("a") as file:
+        file.write('{"run": "cut sho')  # the power went
+
+    again = RowFile(path, CPU, resume=True)
+    seen.clear()
+    rows = run_cases(cases, again, QUICK, on_progress=seen.append)
+    assert {case.height for case in seen} == {128, 192}
+    assert read_rows(path) == rows
+    assert rows[:2] == first
+    assert len({row["run"] for row in rows}) == 1
+
+    run_cases(cases[:1], RowFile(path, CPU), QUICK)
+    assert read_rows(path)[:6] == rows  # a new run is added, and nothing is lost
+    assert len({row["run"] for row in read_rows(path)}) == 2
+
+
+def test_a_file_that_is_not_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("hello\n{}\n")
+    with pytest.raises(ValueError, match="line 1"):
+        RowFile(path, CPU)
+
+
+# Tables
+
+
+def made_up(label: str, seconds: float | None, **more: object) -> dict:
+    kind = label if label in ("unpatched", "original", "free") else "tomesd"
+    row = Case("sd15", 1024, 1024, (), section="graph", setting="a setting", mode="graph").row(
+        Variant(kind, None if kind == "unpatched" else ALWAYS, label)
+    )
+    return {
+        "run": "a",
+        "date": "2025-01-01T00:00:00+00:00",
+        **row,
+        "seconds": seconds,
+        "spread": 0.0001,
+        "peak_mib": 1000.0,
+        "error": None if seconds else "OOM",
+        "hardware": "a GPU",
+        "torch": "9.9",
+        "commit": "abc",
+        **more,
+    }
+
+
+def test_recovered_share_by_hand() -> None:
+    assert recovered(base=40.0, ours=32.0, free=30.0) == pytest.approx(0.8)
+    assert recovered(base=40.0, ours=44.0, free=30.0) == pytest.approx(-0.4)
+    assert recovered(base=40.0, ours=39.0, free=41.0) is None  # there is nothing to gain
+
+
+def test_rows_are_compared_within_their_run() -> None:
+    rows = [made_up("unpatched", 0.04), made_up("free", 0.03), made_up("tomesd", 0.032)]
+    rows += [{**row, "run": "b", "seconds": 2 * row["seconds"]} for row in rows[::2]]
+    one, two = comparisons(rows)
+    ours = one.find("tomesd")
+    assert one.recovered(ours) == pytest.approx(0.8)
+    assert one.speedup(ours) == pytest.approx(1.25)
+    assert two.speedup(two.find("tomesd")) == pytest.approx(1.25)
+    assert two.recovered(two.find("tomesd")) is None  # no bound was measured in that run
+
+
+def test_what_all_lines_say_is_said_once() -> None:
+    header = ("model", "size", "variant", "ms")
+    lines = [("sd15", "512", "free", "1"), ("sd15", "1024", "free", "1")]
+    common, kept, short = split_common(header, lines, always=("variant", "ms"))
+    assert common == {"model": "sd15"}
+    assert kept == ["size", "variant", "ms"]
+    assert short == [["512", "free", "1"], ["1024", "free", "1"]]
+
+
+def test_failures_are_named_and_memory_is_not_one() -> None:
+    bad = made_up("tomesd", None, error="IndexError: too old")
+    rows = [made_up("unpatched", 0.04), made_up("free", None), bad]
+    assert failures(rows) == ["a setting, graph, tomesd: IndexError: too old"]
+    assert [duration(row) for row in rows] == ["40.0", "OOM", "failed"]
+
+
+@pytest.fixture(scope="module")
+def update_performance() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "update_performance", ROOT / "scripts" / "update_performance.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def results_folder(tmp_path: Path, rows: list[dict]) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / "other.jsonl").write_text('{"benchmark": "demo"}\n')
+    (folder / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_document_tells_what_the_rows_say(update_performance, tmp_path: Path) -> None:
+    rows = [
+        made_up("unpatched", 0.04),
+        made_up("original", 0.041),
+        made_up("free", 0.03),
+        made_up("plan kept", 0.031),
+        made_up("plan every step", None),
+    ]
+    old = [{**row, "run": "old", "date": "2024", "seconds": 1.0} for row in rows]
+    common = {"section": "matching", "mode": "graph", "channels": 320}
+    for tokens in (1024, 4096):
+        setting = {**common, "setting": f"{tokens}", "tokens": tokens}
+        rows.append(made_up("triton", tokens / 1e7, **setting))
+        rows.append(made_up("original", tokens / 1e6, **setting))
+    results = results_folder(tmp_path, [*rows, *old])
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    where = ["--results", str(results), "--docs", str(docs)]
+    update_performance.main(where)
+    text = (docs / "performance.md").read_text()
+    cells = ["a setting", "40.0", "41.0", "30.0", "31.0", "-", "OOM", "90 %", "-", "-", "-10 %"]
+    assert "| " + " | ".join(cells) + " |" in text
+    assert "| 4,096 | 0.41 | - | 4.1 | 1,000 | - | 1,000 |" in text
+    assert "a GPU: auto, torch 9.9, commit abc, 2025-01-01." in text
+    assert "eager mode" not in text  # no rows, no section
+    figures = docs / "figures" / "performance"
+    assert {path.name for path in figures.iterdir()} == {"graph.svg", "matching.svg"}
+    for path in figures.iterdir():
+        assert f"figures/performance/{path.name}" in text
+
+    drawn = {path: path.read_bytes() for path in figures.iterdir()}
+    update_performance.main([*where, "--check"])
+    update_performance.main(where)
+    assert drawn == {path: path.read_bytes() for path in figures.iterdir()}
+    results_folder(tmp_path, rows[:-1])
+    with pytest.raises(SystemExit, match="out of date"):
+        update_performance.main([*where, "--check"])
+
+
+def test_the_document_in_the_repository_is_up_to_date(update_performance) -> None:
+    update_performance.main(["--check"])
+
+
+# The command
+
+
+def bench(*words: str) -> None:
+    command = tyro.cli(Bench, args=words, config=(tyro.conf.OmitArgPrefixes,))
+    command.run(Console(width=200))
+
+
+def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str) -> None:
+    words = ["--sizes", "128x64", "--ratios", "0.5", "--when", "always", "--seconds", "0"]
+    bench(*words, "--device", "cpu", "--original", original, "--out", str(tmp_path))
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [row["variant"] for row in rows] == ["unpatched", "tomesd", "original", "free"]
+    assert {(row["width"], row["height"]) for row in rows} == {(128, 64)}
+    assert all(row["model"] == "demo" and row["error"] is None for row in rows)
+    assert all(row["settings"]["when"] == "always" for row in rows if row["settings"])
+    printed = capsys.readouterr().out
+    table = (tmp_path / "results.md").read_text()
+    (one,) = comparisons(rows)
+    speedup = f"{one.speedup(one.find('tomesd')):.2f}x"
+    assert speedup in printed
+    assert speedup in table
+    assert f"torch {torch.__version__}" in table
+    with Image.open(tmp_path / "results.png") as picture:
+        assert picture.width > 400
+
+    bench(*words, "--device", "cpu", "--original", original, "--out", str(tmp_path), "--resume")
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sizes", "100"], "sizes='100'"),
+        (["--sizes", "512x"], "sizes='512x'"),
+        (["--images", "0"], "images=0"),
+        (["--ratios", "0.5", "1.5"], "ratio=1.5"),
+        (["--original", "nowhere"], "original='nowhere'"),
+        (["--mode", "graph", "--what", "pipeline"], "only a step"),
+        (["--mode", "graph", "--device", "cpu"], "need a GPU"),
+        (["--model"], "nothing to measure"),
+    ],
+)
+def test_what_is_wrong_is_said(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        bench(*words, "--out", str(tmp_path / "out"))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_compiled_models_are_measured_too(monkeypatch) -> None:
+    compile_module = torch.nn.Module.compile
+    compiled = []
+
+    def compile_quickly(module: torch.nn.Module, **options: object) -> None:
+        compiled.append(options)
+        compile_module(module, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_quickly)
+    subject = load_subject("sd15", device="cpu")
+    case = Case("sd15", 64, 64, (Variant("tomesd", ALWAYS),), mode="compile")
+    rows = measure_case(subject, case, QUICK)
+    assert [row["error"] for row in rows] == [None]
+    assert compiled == [{"mode": None, "fullgraph": True, "dynamic": False}]

@@ -9,7 +9,7 @@ difference to the original's PSNR image by image.
 
 import argparse
 import time
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from torch import Tensor
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 import tomesd
-from tomesd import Settings
 from tomesd.bench.rows import RowFile
 from tomesd.bench.variants import load_original
 from tomesd.generation import load_pipeline
 from tomesd.kernels import Cells
+from tomesd.kernels.reference import members
 from tomesd.patch import patch_of
 from tomesd.plan import MergePlan
 from tomesd.policy import Frame
@@ -32,52 +32,101 @@ from tomesd.selectors import bipartite
 ALL = {"max_downsample": 4, "merge_crossattn": True, "merge_mlp": True}
 
 
-def fewer_channels(step: int) -> Any:
-    """Matches on every so-many-th channel."""
-    return lambda frame, x: frame.make_plan(x[..., ::step].contiguous())
-
-
-def local(tiles: int) -> Any:
+def local_plan(frame: Frame, x: Tensor, tiles: int) -> MergePlan:
     """Searches each of tiles x tiles parts of the grid on its own; each removes the same share."""
-
-    def plan(frame: Frame, x: Tensor) -> MergePlan:
-        h, w = frame.grid  # type: ignore[misc]
-        batch, n, channels = x.shape
-        th, tw = h // tiles, w // tiles
-        order = torch.arange(n, device=x.device).view(tiles, th, tiles, tw)
-        order = order.transpose(1, 2).reshape(-1)
-        parts = x[:, order].reshape(batch * tiles**2, th * tw, channels)
-        cells = Cells.of(th, tw, frame.settings.sy, frame.settings.sx)
-        # The draw differs from that of the whole grid, and is the same in every part.
-        made = bipartite(
-            parts, cells, frame.remove // tiles**2, timestep=frame.call.timestep, key=1
-        )
-        slots = made.start.shape[1] - 1
-        first = torch.arange(tiles**2, device=x.device).view(1, -1, 1) * slots
-        slot = (made.slot.view(batch, tiles**2, -1) + first).reshape(batch, n)
-        whole = torch.empty_like(slot).scatter_(1, order.expand(batch, -1), slot)
-        from tomesd.kernels.reference import members
-
-        return MergePlan(whole, *members(whole, slots * tiles**2), made.triton)
-
-    return plan
+    h, w = frame.grid  # type: ignore[misc]
+    batch, n, channels = x.shape
+    th, tw = h // tiles, w // tiles
+    order = torch.arange(n, device=x.device).view(tiles, th, tiles, tw)
+    order = order.transpose(1, 2).reshape(-1)
+    parts = x[:, order].reshape(batch * tiles**2, th * tw, channels)
+    cells = Cells.of(th, tw, frame.settings.sy, frame.settings.sx)
+    # The draw is another than on the whole grid, and the same in every part.
+    made = bipartite(parts, cells, frame.remove // tiles**2, timestep=frame.call.timestep, key=1)
+    slots = made.start.shape[1] - 1
+    first = torch.arange(tiles**2, device=x.device).view(1, -1, 1) * slots
+    slot = (made.slot.view(batch, tiles**2, -1) + first).reshape(batch, n)
+    whole = torch.empty_like(slot).scatter_(1, order.expand(batch, -1), slot)
+    return MergePlan(whole, *members(whole, slots * tiles**2), made.triton)
 
 
-def variants() -> list[tuple[str, dict[str, Any], Any]]:
-    """Name, settings, planner; "original" is tomesd 0.1.3."""
-    rows: list[tuple[str, dict[str, Any], Any]] = []
-    for where in ({"ratio": 0.25}, {"ratio": 0.5}, {"ratio": 0.75}, {"ratio": 0.5, **ALL}):
-        rows += [
-            ("original", where, None),
-            ("block", {**where, "share": "block"}, None),
-            ("level", {**where, "share": "level"}, None),
-        ]
-        refreshes = (2, 4, 8, 1000) if where == {"ratio": 0.5} else (4, 1000)
-        rows += [(f"steps {k}", {**where, "share": "steps", "refresh": k}, None) for k in refreshes]
-    half = {"ratio": 0.5, "share": "block"}
-    rows += [(f"block, 1/{k} of the channels", half, fewer_channels(k)) for k in (2, 4, 8)]
-    rows += [(f"block, {k}x{k} tiles", half, local(k)) for k in (2, 4, 8)]
-    rows += [("block, not random", {**half, "use_rand": False}, None)]
+@dataclass(frozen=True)
+class Way:
+    """A way of matching. Says who shares a plan, for how many steps, and how it is searched."""
+
+    scope: str = "block"
+    """"block", "level", or "run": the blocks at one level that follow each other, so that the way
+    down and the way up of a UNet have plans of their own."""
+    refresh: int = 1
+    tiles: int = 1
+    channels: int = 1
+    """Looks at every so-many-th channel."""
+
+    def __str__(self) -> str:
+        words = [self.scope]
+        if self.refresh > 1:
+            words.append(f"kept {self.refresh} steps" if self.refresh < 100 else "kept")
+        if self.tiles > 1:
+            words.append(f"{self.tiles}x{self.tiles} tiles")
+        if self.channels > 1:
+            words.append(f"1/{self.channels} of the channels")
+        return ", ".join(words)
+
+    def planner(self) -> Any:
+        kept: dict[Any, tuple[MergePlan, int, float]] = {}
+        seen: dict[str, Any] = {"call": None}
+
+        def plan(frame: Frame, x: Tensor) -> MergePlan:
+            if seen["call"] is not frame.call:
+                seen.update(call=frame.call, blocks=0, runs=0, grid=None, made={})
+            seen["blocks"] += 1
+            seen["runs"] += seen["grid"] != frame.grid
+            seen["grid"] = frame.grid
+            place = {"block": seen["blocks"], "run": seen["runs"], "level": 0}[self.scope]
+            key = (frame.grid, place, x.shape[0])
+            if key in seen["made"]:
+                return seen["made"][key]
+            time = float(frame.call.timestep.flatten()[0])  # type: ignore[union-attr]
+            if key in kept and kept[key][1] < self.refresh and time < kept[key][2]:
+                made, age, _ = kept[key]
+            else:
+                metric = x[..., :: self.channels].contiguous()
+                made, age = (
+                    (
+                        local_plan(frame, metric, self.tiles)
+                        if self.tiles > 1
+                        else frame.make_plan(metric)
+                    ),
+                    0,
+                )
+            kept[key] = (made, age + 1, time)
+            seen["made"][key] = made
+            return made
+
+        return plan
+
+
+def variants() -> list[tuple[dict[str, Any], Way | None]]:
+    """Settings, and a way of matching; none is tomesd 0.1.3."""
+    rows: list[tuple[dict[str, Any], Way | None]] = []
+    half = {"ratio": 0.5}
+    few = (
+        None,
+        Way(),
+        Way("run"),
+        Way("level"),
+        Way(tiles=8),
+        Way("level", tiles=8),
+        Way("block", 4, tiles=8),
+    )
+    for where in (half, {"ratio": 0.5, **ALL}, {"ratio": 0.25}, {"ratio": 0.75}):
+        rows += [(where, way) for way in few]
+    for scope in ("block", "run", "level"):
+        rows += [(half, Way(scope, refresh)) for refresh in (4, 1000)]
+    rows += [(half, Way(tiles=tiles)) for tiles in (2, 4, 16)]
+    rows += [(half, Way("run", tiles=8)), (half, Way("block", 1000, tiles=8))]
+    rows += [(half, Way(channels=channels)) for channels in (2, 4)]
+    rows += [({**half, "use_rand": False}, Way())]
     return rows
 
 
@@ -126,7 +175,6 @@ def main() -> None:
     parser.add_argument("--captions", type=int, default=200)
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sharing.jsonl"))
     args = parser.parse_args()
     pipe = load_pipeline("demo")
@@ -138,33 +186,30 @@ def main() -> None:
     common |= {"dtype": str(pipe.unet.dtype).removeprefix("torch."), "height": base.shape[-1]}
     file.add({**common, "variant": "unmerged", "seconds_per_image": seconds})
     originals: dict[str, Tensor] = {}
-    for name, options, planner in variants():
-        if args.only not in name:
-            continue
-        if name == "original":
+    for options, way in variants():
+        torch.manual_seed(0)  # the original draws from the global generator
+        if way is None:
             original.apply_patch(pipe, **({"max_downsample": 1} | options))
         else:
             tomesd.apply_patch(pipe, **options, when="always")
-            if planner is not None:
-                patch_of(pipe.unet).planner = planner  # type: ignore[union-attr]
-        torch.manual_seed(0)  # the original draws from the global generator
+            patch_of(pipe.unet).planner = way.planner()  # type: ignore[union-attr]
         found, seconds = images(pipe, args.captions, args.batch, args.steps)
-        (original if name == "original" else tomesd).remove_patch(pipe)
-        settings = options if name == "original" else asdict(Settings(**options, when="always"))
-        row = {**common, "variant": name, "settings": settings, "seconds_per_image": seconds}
+        (original if way is None else tomesd).remove_patch(pipe)
+        layers = "all" if "merge_mlp" in options else "attn"
+        place = f"{options['ratio']} {layers}"
+        row = {**common, "variant": "original" if way is None else str(way), "settings": options}
+        row |= {"ratio": options["ratio"], "layers": layers, "seconds_per_image": seconds}
         scores = compared(found, base)
         for score, values in scores.items():
             row |= mean_and_interval(score, values)
-        everything = "all" if "merge_mlp" in options else "attn"
-        place = f"{options['ratio']} {everything}"
-        if name == "original":
+        if way is None:
             originals[place] = scores["psnr"]
-        elif place in originals:
+        else:
             row |= mean_and_interval("psnr_gain", scores["psnr"] - originals[place])
-        row = file.add({**row, "ratio": options["ratio"], "layers": everything})
+        row = file.add(row)
         print(
-            f"{name:32s} r={row['ratio']} {everything:5s} psnr {row['psnr']:.2f} "
-            f"+- {row['psnr_ci95']:.2f} ssim {row['ssim']:.4f} {seconds:.3f} s, to the original "
+            f"{row['variant']:32s} {place:9s} psnr {row['psnr']:.2f} +- {row['psnr_ci95']:.2f} "
+            f"ssim {row['ssim']:.4f} {seconds:.3f} s, to the original "
             f"{row.get('psnr_gain', 0):+.2f} +- {row.get('psnr_gain_ci95', 0):.2f}",
             flush=True,
         )

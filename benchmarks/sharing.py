@@ -22,7 +22,7 @@ import tomesd
 from tomesd.bench.rows import RowFile
 from tomesd.bench.variants import load_original
 from tomesd.generation import load_pipeline
-from tomesd.kernels import Cells
+from tomesd.kernels import Cells, reference, use_triton
 from tomesd.kernels.reference import members
 from tomesd.patch import patch_of
 from tomesd.plan import MergePlan
@@ -32,8 +32,12 @@ from tomesd.selectors import bipartite
 ALL = {"max_downsample": 4, "merge_crossattn": True, "merge_mlp": True}
 
 
-def local_plan(frame: Frame, x: Tensor, tiles: int) -> MergePlan:
-    """Searches each of tiles x tiles parts of the grid on its own; each removes the same share."""
+def local_plan(frame: Frame, x: Tensor, tiles: int, ranked: str) -> MergePlan:
+    """Searches each of tiles x tiles parts of the grid on its own.
+
+    Args:
+        ranked: "tile": each removes the same share. "grid": the best matches of all are merged.
+    """
     h, w = frame.grid  # type: ignore[misc]
     batch, n, channels = x.shape
     th, tw = h // tiles, w // tiles
@@ -41,13 +45,39 @@ def local_plan(frame: Frame, x: Tensor, tiles: int) -> MergePlan:
     order = order.transpose(1, 2).reshape(-1)
     parts = x[:, order].reshape(batch * tiles**2, th * tw, channels)
     cells = Cells.of(th, tw, frame.settings.sy, frame.settings.sx)
+    remove = frame.remove if ranked == "grid" else frame.remove // tiles**2
     # The draw is another than on the whole grid, and the same in every part.
-    made = bipartite(parts, cells, frame.remove // tiles**2, timestep=frame.call.timestep, key=1)
-    slots = made.start.shape[1] - 1
-    first = torch.arange(tiles**2, device=x.device).view(1, -1, 1) * slots
-    slot = (made.slot.view(batch, tiles**2, -1) + first).reshape(batch, n)
+    where = {"timestep": frame.call.timestep, "key": 1}
+    if ranked == "tile":
+        made = bipartite(parts, cells, remove, **where)
+        slots = made.start.shape[1] - 1
+        first = torch.arange(tiles**2, device=x.device).view(1, -1, 1) * slots
+        slot = (made.slot.view(batch, tiles**2, -1) + first).reshape(batch, n)
+        slots *= tiles**2
+    else:
+        slot, slots = ranked_by_grid(parts, cells, batch, remove, **where)
     whole = torch.empty_like(slot).scatter_(1, order.expand(batch, -1), slot)
-    return MergePlan(whole, *members(whole, slots * tiles**2), made.triton)
+    return MergePlan(whole, *members(whole, slots), use_triton("auto", x))
+
+
+def ranked_by_grid(
+    parts: Tensor, cells: Cells, batch: int, remove: int, **where: Any
+) -> tuple[Tensor, int]:
+    offsets = reference._offsets(parts, where["timestep"].reshape(-1)[:1], None, cells, where["key"])
+    src, dst = (index[0] for index in cells.split(offsets[:1]))
+    unit = reference._direction(parts)
+    score, match = (unit[:, src] @ unit[:, dst].transpose(1, 2)).float().max(dim=-1)
+    tiles, n = parts.shape[0] // batch, parts.shape[1]
+    first = torch.arange(tiles, device=parts.device)[:, None]
+    src, dst = (first * n + src).flatten(), (first * n + dst).flatten()
+    match = (match.view(batch, tiles, -1) + first * cells.count).flatten(1)
+    rank = score.view(batch, -1).argsort(dim=1, descending=True)
+    merged, kept = rank[:, :remove], rank[:, remove:]
+    slot = torch.empty(batch, tiles * n, dtype=torch.int64, device=parts.device)
+    slot[:, dst] = torch.arange(kept.shape[1], tiles * n - remove, device=parts.device)
+    slot.scatter_(1, src[kept], torch.arange(kept.shape[1], device=parts.device).expand_as(kept))
+    slot.scatter_(1, src[merged], match.gather(1, merged) + kept.shape[1])
+    return slot, tiles * n - remove
 
 
 @dataclass(frozen=True)
@@ -59,6 +89,8 @@ class Way:
     down and the way up of a UNet have plans of their own."""
     refresh: int = 1
     tiles: int = 1
+    ranked: str = "tile"
+    """Whether each "tile" removes the same share, or the best matches of the "grid" are merged."""
     channels: int = 1
     """Looks at every so-many-th channel."""
 
@@ -67,7 +99,7 @@ class Way:
         if self.refresh > 1:
             words.append(f"kept {self.refresh} steps" if self.refresh < 100 else "kept")
         if self.tiles > 1:
-            words.append(f"{self.tiles}x{self.tiles} tiles")
+            words.append(f"{self.tiles}x{self.tiles} tiles, ranked by {self.ranked}")
         if self.channels > 1:
             words.append(f"1/{self.channels} of the channels")
         return ", ".join(words)
@@ -93,7 +125,7 @@ class Way:
                 metric = x[..., :: self.channels].contiguous()
                 made, age = (
                     (
-                        local_plan(frame, metric, self.tiles)
+                        local_plan(frame, metric, self.tiles, self.ranked)
                         if self.tiles > 1
                         else frame.make_plan(metric)
                     ),
@@ -113,20 +145,17 @@ def variants() -> list[tuple[dict[str, Any], Way | None]]:
     few = (
         None,
         Way(),
-        Way("run"),
         Way("level"),
         Way(tiles=8),
-        Way("level", tiles=8),
-        Way("block", 4, tiles=8),
+        Way(tiles=8, ranked="grid"),
+        Way("level", tiles=8, ranked="grid"),
     )
     for where in (half, {"ratio": 0.5, **ALL}, {"ratio": 0.25}, {"ratio": 0.75}):
         rows += [(where, way) for way in few]
-    for scope in ("block", "run", "level"):
-        rows += [(half, Way(scope, refresh)) for refresh in (4, 1000)]
-    rows += [(half, Way(tiles=tiles)) for tiles in (2, 4, 16)]
-    rows += [(half, Way("run", tiles=8)), (half, Way("block", 1000, tiles=8))]
-    rows += [(half, Way(channels=channels)) for channels in (2, 4)]
-    rows += [({**half, "use_rand": False}, Way())]
+    rows += [(half, Way(tiles=t, ranked=r)) for t in (4, 16) for r in ("tile", "grid")]
+    rows += [(half, Way(refresh=4)), (half, Way("level", 4)), (half, Way("run"))]
+    rows += [(half, Way(refresh=r, tiles=8, ranked="grid")) for r in (2, 4, 1000)]
+    rows += [(half, Way(channels=2)), ({**half, "use_rand": False}, Way())]
     return rows
 
 

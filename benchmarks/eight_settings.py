@@ -56,8 +56,8 @@ def variants(merge: Settings, mode: str, original: str | None) -> tuple[Variant,
     kept = replace(merge, share="steps", refresh=FOR_THE_IMAGE)
     found += [
         Variant("tomesd", kept, "plan kept"),
-        Variant("tomesd", replace(kept, refresh=4), "plan every 4 steps"),
         Variant("tomesd", replace(merge, share="level"), "plan every step"),
+        Variant("tomesd", merge, "plan every block"),
     ]
     return tuple(found)
 

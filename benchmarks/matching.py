@@ -48,7 +48,12 @@ def makers(folder: str | None, device: torch.device) -> dict[str, Callable]:
     """By label: a function of side and tokens that makes a plan."""
     found = {"reference": partial(ours, replace(SETTINGS, backend="reference"))}
     if device.type == "cuda":
-        found = {"triton": partial(ours, replace(SETTINGS, backend="triton")), **found}
+        whole = replace(SETTINGS, backend="triton", window=0)
+        found = {
+            "triton": partial(ours, replace(whole, window=None)),
+            "triton, one window": partial(ours, whole),
+            **found,
+        }
     if folder is not None:
         found["original"] = partial(original, folder)
     return found

@@ -63,7 +63,9 @@ def local_plan(frame: Frame, x: Tensor, tiles: int, ranked: str) -> MergePlan:
 def ranked_by_grid(
     parts: Tensor, cells: Cells, batch: int, remove: int, **where: Any
 ) -> tuple[Tensor, int]:
-    offsets = reference._offsets(parts, where["timestep"].reshape(-1)[:1], None, cells, where["key"])
+    offsets = reference._offsets(
+        parts, where["timestep"].reshape(-1)[:1], None, cells, where["key"]
+    )
     src, dst = (index[0] for index in cells.split(offsets[:1]))
     unit = reference._direction(parts)
     score, match = (unit[:, src] @ unit[:, dst].transpose(1, 2)).float().max(dim=-1)

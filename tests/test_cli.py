@@ -12,7 +12,7 @@ from zoo_diffusers import make_sd_pipeline
 
 import tomesd
 from tomesd.cli.run import run
-from tomesd.generation import LoadError, load_pipeline, record_maps, sample, save_image
+from tomesd.generation import load_pipeline, record_maps, sample, save_image
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,7 @@ def test_show_draws_a_map(model: str, tmp_path: Path, source: str, capsys) -> No
         (["generate", "--prompt", "x", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["generate", "--prompt", "x", "--model", "./nowhere"], "no such model: ./nowhere"),
         (["generate", "--prompt", "x", "--model", "nowhere.safetensors"], "no such file"),
+        (["generate", "--prompt", "x", "--config", "MODEL"], "only a single"),
         (["generate", "--prompt", "x", "--device", "warp"], "device='warp'"),
         (["generate", "--prompt", "x", "--model", "MODEL", "--size", "100", "100"], "width=100"),
         (["generate", "--prompt", "x", "--model", "MODEL", "--steps", "0"], "steps=0"),
@@ -144,18 +145,6 @@ def test_a_ratio_above_the_cap_warns(model: str, tmp_path: Path, capsys) -> None
     words = ["generate", "--prompt", "x", "--ratio", "0.9", *small(model, tmp_path)]
     assert run(words) == 0
     assert "effective ratio of 0.75" in capsys.readouterr().err
-
-
-def test_a_single_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"nonsense")
-    with pytest.raises(LoadError, match=r"could not load .*model\.safetensors"):
-        load_pipeline(file)
-
-
-def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"no model_index\.json"):
-        load_pipeline(tmp_path)
 
 
 def test_maps_are_the_plans_of_the_layers(model: str) -> None:

@@ -1,8 +1,11 @@
 """The demo, end to end, at a small size, on the embedded model."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomesd_demo_model
 import torch
@@ -12,6 +15,7 @@ import tomesd
 from tomesd.cli.run import run
 from tomesd.generation import load_pipeline, sample
 
+TRAINING = Path(__file__).parents[1] / "demo_model" / "training"
 PROMPT = "a fox and two pears on a green gradient background"
 SMALL = ["--size", "128", "128", "--steps", "6", "--prompt", PROMPT]
 
@@ -100,3 +104,44 @@ def test_patching_it_leaves_the_global_generator_alone() -> None:
     state = torch.get_rng_state()
     sample(load_pipeline(), PROMPT, tomesd.Settings(), steps=1, size=(128, 128))
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch):
+    """Imports a module of the training folder by name; afterwards its plain names are free."""
+    monkeypatch.syspath_prepend(TRAINING)
+    yield importlib.import_module
+    for name in {path.stem for path in TRAINING.glob("*.py")}:
+        sys.modules.pop(name, None)
+
+
+def test_the_fid_of_the_evaluation_is_the_formula(training) -> None:
+    """Against the trace of the root as a nuclear norm, without any covariance matrix."""
+    distances = training("distances").distances
+    generator = torch.Generator().manual_seed(0)
+    real = torch.rand(400, 16, generator=generator)
+    fake = torch.rand(300, 16, generator=generator) ** 1.5
+    a, b = (features.double().numpy() for features in (real, fake))
+    means = ((a.mean(0) - b.mean(0)) ** 2).sum()
+    a, b = ((x - x.mean(0)) / np.sqrt(len(x) - 1) for x in (a, b))
+    spread = (a**2).sum() + (b**2).sum() - 2 * np.linalg.norm(a @ b.T, "nuc")
+    found = distances(real, fake)
+    assert found["fid"] == pytest.approx(means + spread, abs=0.006)
+    assert found["kid_x1000"] > 3 * abs(distances(real, real.flip(0)[:300])["kid_x1000"])
+    assert "fid" not in distances(real, fake[:100])  # too few to say anything
+
+
+def test_the_evaluation_runs_no_network_it_does_not_know(training, tmp_path: Path) -> None:
+    (tmp_path / "other.pt").write_bytes(b"a program")
+    with pytest.raises(SystemExit, match=r"other\.pt is not"):
+        training("distances").Inception(tmp_path / "other.pt", "cpu")
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp"])
+def test_samples_come_back_as_they_were_written(training, tmp_path: Path, suffix: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 3), dtype=np.uint8)
+    for number, picture in enumerate(pixels):
+        path = tmp_path / f"{number:04d}.{suffix}"
+        training("sample_held_out").save(Image.fromarray(picture), path)
+    found = training("evaluate").load_folder(tmp_path)
+    assert np.array_equal((found + 1).mul(127.5).round().byte().permute(0, 2, 3, 1), pixels)

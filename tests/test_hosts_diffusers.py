@@ -315,7 +315,7 @@ def test_block_equals_the_slow_account(
             "attn1" in merging,
             "attn2" in merging,
             "ff" in merging,
-            share="block",
+            window=0,
             when="always",
         )
         run = functools.partial(host.run, model, height=latent[0], width=latent[1])

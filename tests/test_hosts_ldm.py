@@ -171,7 +171,7 @@ def test_code_bases_equal_the_original() -> None:
     text = (1, exact_cases.CONTEXT_TOKENS, exact_cases.CONTEXT_DIM)
     context = exact_cases.noise("context", text, torch.float32)
     for name, model in models.items():
-        options = {"use_rand": False, "share": "block", "when": "always"}
+        options = {"use_rand": False, "window": 0, "when": "always"}
         tomesd.apply_patch(exact_cases.fill(model), **options, **case.settings)
         with torch.no_grad():
             output = exact_cases.sample(model(latent, torch.zeros(1), context))

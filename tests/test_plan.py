@@ -10,9 +10,8 @@ from tomesd.kernels import Cells, draw_key, draw_offsets
 from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite
 
-cells_of = st.builds(
-    Cells.of, st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5)
-)
+sides, strides = st.integers(1, 12), st.integers(1, 5)
+cells_of = st.builds(Cells.of, sides, sides, strides, strides, st.integers(0, 6))
 
 
 @st.composite
@@ -22,7 +21,7 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Cells, int, Tensor]:
     batch = draw(st.integers(1, 3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     metric = torch.randn(batch, cells.h * cells.w, 5, generator=generator, dtype=torch.float64)
-    remove = draw(st.integers(1, cells.sources))
+    remove = draw(st.integers(1, cells.sources // cells.windows)) * cells.windows
     shared = draw(st.booleans())
     shape = (1 if shared else batch, cells.count)
     return metric, cells, remove, torch.randint(cells.choices, shape, generator=generator)
@@ -35,28 +34,42 @@ def plan_of(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> Merge
 def slow_slots(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> list[set[frozenset]]:
     """The groups of tokens of each image, found with loops, as the paper describes them."""
     batches = []
+    one = cells.window
     for b in range(metric.shape[0]):
-        dst = []
-        for i in range(cells.count):
-            row, column = divmod(i, cells.w // cells.sx)
-            y, x = divmod(int(offsets[b % offsets.shape[0], i]), cells.sx)
-            dst.append((row * cells.sy + y) * cells.w + column * cells.sx + x)
-        src = [n for n in range(metric.shape[1]) if n not in dst]
-        best = {}
-        for s in src:
-            similarity = [
-                torch.nn.functional.cosine_similarity(metric[b, s], metric[b, d], dim=0).item()
-                for d in dst
+        groups: set[frozenset] = set()
+        for number in range(cells.windows):
+            top, left = divmod(number, cells.across)
+            tokens = [
+                (top * one.h + y) * cells.w + left * one.w + x
+                for y in range(one.h)
+                for x in range(one.w)
             ]
-            best[s] = max(zip(similarity, dst, strict=True))
-        groups = {d: {d} for d in dst}
-        ranked = sorted(src, key=lambda s: best[s][0], reverse=True)
-        for s in ranked[:remove]:
-            groups[best[s][1]].add(s)
-        batches.append(
-            {frozenset(g) for g in groups.values()} | {frozenset({s}) for s in ranked[remove:]}
-        )
+            chosen = offsets[b % offsets.shape[0]].view(cells.windows, -1)[number]
+            found = slow_window(metric[b, tokens], one, remove // cells.windows, chosen.tolist())
+            groups |= {frozenset(tokens[i] for i in group) for group in found}
+        batches.append(groups)
     return batches
+
+
+def slow_window(metric: Tensor, cells: Cells, remove: int, offsets: list[int]) -> set[frozenset]:
+    """The groups in one window, by tokens counted in it."""
+    dst = []
+    for i, offset in enumerate(offsets):
+        row, column = divmod(i, cells.w // cells.sx)
+        y, x = divmod(offset, cells.sx)
+        dst.append((row * cells.sy + y) * cells.w + column * cells.sx + x)
+    src = [n for n in range(metric.shape[0]) if n not in dst]
+    best = {}
+    for s in src:
+        similarity = [
+            torch.nn.functional.cosine_similarity(metric[s], metric[d], dim=0).item() for d in dst
+        ]
+        best[s] = max(zip(similarity, dst, strict=True))
+    groups = {d: {d} for d in dst}
+    ranked = sorted(src, key=lambda s: best[s][0], reverse=True)
+    for s in ranked[:remove]:
+        groups[best[s][1]].add(s)
+    return {frozenset(g) for g in groups.values()} | {frozenset({s}) for s in ranked[remove:]}
 
 
 def groups_of(plan: MergePlan) -> list[set[frozenset]]:
@@ -124,6 +137,20 @@ def test_permuting_the_batch_permutes_the_plan(problem, random):
     assert torch.equal(plan.slot[order], plan_of(metric[order], cells, remove, permuted).slot)
 
 
+@given(cells_of)
+def test_windows_tile_the_grid_and_are_not_smaller_than_asked_for(cells):
+    assert cells.h % cells.down == cells.w % cells.across == 0
+    assert cells.window.tokens * cells.windows == cells.tokens
+    assert cells.removable(0.5) % cells.windows == 0
+
+
+@pytest.mark.parametrize(
+    ("side", "window", "found"), [(64, 8, 8), (52, 8, 13), (37, 8, 37), (6, 8, 6), (64, 0, 64)]
+)
+def test_the_window_is_the_next_that_divides_the_grid(side, window, found):
+    assert Cells.of(side, side, 2, 2, window).window.h == found
+
+
 @given(cells_of, st.data())
 @settings(max_examples=60, deadline=None)
 def test_each_cell_has_one_destination_and_the_rest_are_sources(cells, data):
@@ -131,7 +158,7 @@ def test_each_cell_has_one_destination_and_the_rest_are_sources(cells, data):
         [data.draw(st.lists(st.integers(0, cells.choices - 1), min_size=1, max_size=1))]
         * cells.count
     ).reshape(1, -1)
-    src, dst = cells.split(offsets)
+    src, dst = (index.flatten(1) for index in cells.split(offsets))
     assert sorted(src[0].tolist() + dst[0].tolist()) == list(range(cells.h * cells.w))
     where = {divmod(d, cells.w) for d in dst[0].tolist()}
     cell_numbers = {(y // cells.sy, x // cells.sx) for y, x in where}

@@ -193,7 +193,7 @@ def run_as(unet: Any, dtype: torch.dtype, sample: torch.Tensor | None = None) ->
         return call(unet, inputs)
 
 
-ALL: dict[str, Any] = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True}
+ALL: dict[str, Any] = {"ratio": 0.5, "merge_crossattn": True, "merge_mlp": True, "window": 0}
 
 
 @pytest.mark.parametrize("use_rand", [True, False])

@@ -239,8 +239,44 @@ class TestBreakEven:
 
 
 @pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        ({"ratio": 0.5}, 8),
+        ({"ratio": 0.6}, 0),
+        ({"ratio": 0.6, "sx": 4, "sy": 4}, 8),
+        ({"ratio": 0.4, "sy": 1}, 0),
+        ({"ratio": 0.75, "window": 4}, 4),
+        ({"ratio": 0.25, "window": 0}, 0),
+    ],
+)
+def test_the_window_follows_the_ratio_unless_it_is_given(options: dict, window: int) -> None:
+    assert tomesd.Settings(**options).search == window
+
+
+def test_a_window_keeps_groups_together() -> None:
+    model = tomesd.apply_patch(SD1.build(), 0.5, window=4)
+    patch = patch_of(model)
+    plans = []
+
+    def record(frame: policy.Frame, x: torch.Tensor) -> Any:
+        plans.append(policy.shared_plan(frame, x))
+        return plans[-1]
+
+    patch.planner = record
+    run(model)
+    rows = torch.arange(16)
+    window = (rows[:, None] // 4 * 4 + rows // 4).flatten()
+    for plan in plans:
+        for slots in plan.slot:
+            owners = [set(window[slots == s].tolist()) for s in slots.unique()]
+            assert all(len(owner) == 1 for owner in owners)
+
+
+@pytest.mark.parametrize(
     ("option", "message"),
     [
+        ({"window": -1}, r"window=-1: must be None or at least 0"),
+        ({"window": "8"}, r"window='8': must be None or an int"),
         ({"share": "all"}, r"share='all': must be one of 'block', 'level', 'steps'"),
         ({"refresh": 0}, r"refresh=0: must be at least 1"),
         ({"refresh": 2.5}, r"refresh=2.5: must be an int"),

@@ -65,10 +65,13 @@ def test_any_number_of_channels(channels):
     assert (one.size >= 1).all()
 
 
-def test_grids_larger_than_a_tile():
-    metric = torch.randn(1, 33 * 27, 16, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("window", [0, 8])
+def test_grids_larger_than_a_tile(window):
+    metric = torch.randn(2, 33 * 24, 16, generator=torch.Generator().manual_seed(0))
     time = torch.tensor([17.0])
-    assert_same_plan(*both(metric, Cells.of(33, 27, 2, 2), 500, timestep=time, key=draw_key(3, 2)))
+    cells = Cells.of(33, 24, 2, 2, window)
+    assert cells.windows == (9 if window else 1)
+    assert_same_plan(*both(metric, cells, 450, timestep=time, key=draw_key(3, 2)))
 
 
 def test_half_precision_matches_as_well_as_the_reference():
@@ -76,7 +79,8 @@ def test_half_precision_matches_as_well_as_the_reference():
     precision, both against float64."""
     exact = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     metric, cells = exact.half(), Cells.of(16, 16, 2, 2)
-    src, dst = cells.split(torch.zeros(1, cells.count, dtype=torch.int64))
+    offsets = torch.zeros(1, cells.count, dtype=torch.int64)
+    src, dst = (index.flatten(1) for index in cells.split(offsets))
     unit = torch.nn.functional.normalize(metric.double(), dim=-1)
     score = unit[:, src[0]] @ unit[:, dst[0]].transpose(1, 2)
     best = score.max(dim=-1).values
@@ -158,7 +162,7 @@ def test_operators_are_registered_as_pytorch_wants_them(op):
     lists = (plan.slot, plan.order, plan.start)
     clock = kernels.new_clock(1, metric.device)
     time = torch.tensor([5.0])
-    matching = (metric, time, None, *lists, clock, 4, 4, 2, 2, 8, 3, 2, True)
+    matching = (metric, time, None, *lists, clock, 4, 4, 2, 2, 1, 2, 8, 3, 2, True)
     torch.ops.tomesd.match_tokens(*matching)
     arguments = matching if op == "match_tokens" else (metric.requires_grad_(), *lists)
     torch.library.opcheck(getattr(torch.ops.tomesd, op).default, arguments)

@@ -32,7 +32,8 @@ def apply_patch(
     merge_mlp: bool = False,
     *,
     seed: int = 0,
-    share: Share = "level",
+    window: int | None = None,
+    share: Share = "block",
     refresh: int = 4,
     when: When = "if_faster",
     backend: Backend = "auto",
@@ -43,7 +44,7 @@ def apply_patch(
         model: a diffusers pipeline or model, an ldm model, or a wrapper around one. It is changed
             in place. A pipeline's ControlNet is patched too.
         ratio, max_downsample, sx, sy, use_rand, merge_attn, merge_crossattn, merge_mlp, seed,
-            share, refresh, when, backend: see `Settings`.
+            window, share, refresh, when, backend: see `Settings`.
 
     Returns:
         `model` itself.
@@ -63,6 +64,7 @@ def apply_patch(
         merge_crossattn=merge_crossattn,
         merge_mlp=merge_mlp,
         seed=seed,
+        window=window,
         share=share,
         refresh=refresh,
         when=when,

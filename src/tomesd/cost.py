@@ -124,5 +124,5 @@ def merging_pays(
             moved = 2 * (tokens + left) * row
             saved += device.time(full, 0, layer.kernels)
             saved -= device.time(reduced, moved, layer.kernels + 2)
-    matching = 2.0 * batch * cells.sources * cells.count * channels
+    matching = 2.0 * batch * cells.comparisons * channels
     return saved > device.time(matching, 2 * tokens * row, _MATCH_KERNELS) / uses

@@ -167,8 +167,8 @@ def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
 
 def _matching_flops(metric: Any, *rest: Any, **__: Any) -> int:
     batch, _, channels = metric
-    cells = Cells(*rest[6:10])  # h, w, sy, sx, behind the tensors
-    return 2 * batch * cells.sources * cells.count * channels
+    cells = Cells(*rest[6:12])  # its six numbers come behind the tensors
+    return 2 * batch * cells.comparisons * channels
 
 
 def _levels(visits: list[Visit], size: tuple[int, int]) -> tuple[Level, ...]:

@@ -254,7 +254,7 @@ _allocate._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _cells(settings: Settings, h: int, w: int) -> Cells:
-    return Cells.of(h, w, settings.sy, settings.sx)
+    return Cells.of(h, w, settings.sy, settings.sx, settings.search)
 
 
 def _level_merges(

@@ -54,9 +54,14 @@ class Settings:
     seed: int = 0
     """Seed of the random draws: the same seed gives the same image."""
 
-    share: Share = "level"
+    window: int | None = None
+    """Side of the square of tokens in which each looks for its like: larger ones cost more, and
+    merge what is far apart. 0 is the whole image, as in the paper. `None` takes 8 for ratios up to
+    two thirds of the cap (0.5), where that is closer to the unmerged image, and 0 above."""
+
+    share: Share = "block"
     """Where to use what is found out about which tokens belong together: in the one `block`, as the
-    paper does; in all blocks of the `level`; or there for some `steps`, see `refresh`."""
+    paper does; in all blocks of the `level`, which costs quality; or there for some `steps`."""
 
     refresh: int = 4
     """With `share="steps"`: for how many steps, 1 or more. A new image always starts anew."""
@@ -77,6 +82,10 @@ class Settings:
                 raise ValueError(
                     f"max_downsample={self.max_downsample!r}: must be None or one of {allowed}"
                 )
+        if self.window is not None:
+            _check_type("window", self.window, numbers.Integral, "None or an int")
+            if self.window < 0:
+                raise ValueError(f"window={self.window!r}: must be None or at least 0")
         for name, low in (("sx", 1), ("sy", 1), ("seed", 0), ("refresh", 1)):
             value = getattr(self, name)
             _check_type(name, value, numbers.Integral, "an int")
@@ -91,6 +100,13 @@ class Settings:
     def ratio_cap(self) -> float:
         """Largest share of tokens that can be removed: all but one in each cell."""
         return 1 - 1 / (self.sx * self.sy)
+
+    @property
+    def search(self) -> int:
+        """Least side of the windows, 0 for one of them."""
+        if self.window is not None:
+            return self.window
+        return 8 if 3 * self.ratio <= 2 * self.ratio_cap else 0
 
     @property
     def merges(self) -> dict[str, bool]:

@@ -1,6 +1,7 @@
 """Options that several commands share."""
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ..generation.loading import DEMO_MODEL, Dtype, Offload, load_pipeline
@@ -28,6 +29,10 @@ class ModelOptions:
     """`demo` for the embedded model, a folder in diffusers format, a single .safetensors or .ckpt
     file, or a hub id."""
 
+    config: Path | None = None
+    """For a single file: a local folder in diffusers format to take the configuration, the
+    tokenizer and the scheduler from. Without it, diffusers asks the hub."""
+
     device: str = "auto"
     """Where to run: auto, cpu, cuda, cuda:1, mps."""
 
@@ -46,6 +51,7 @@ class ModelOptions:
     def load(self) -> Any:
         return load_pipeline(
             self.model,
+            config=self.config,
             device=self.device,
             dtype=self.dtype,
             attention=self.attention,

@@ -108,7 +108,7 @@ def compare(
             maps += seen
     width, height = samples[0][0].image.size
     h, w = tomesd.describe(pipe, height, width).parts[0].levels[0].grid
-    cells = Cells.of(h, w, settings.sy, settings.sx)
+    cells = Cells.of(h, w, settings.sy, settings.sx, settings.search)
     by_ratio = [list(column) for column in zip(*samples, strict=True)]
     rows = tuple(
         _row(ratio, made, by_ratio[0], h * w - cells.removable(ratio))

@@ -1,5 +1,7 @@
 """Loads any diffusers pipeline: the embedded model, a folder, a single file, or a hub id."""
 
+import json
+import pickle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ class LoadError(RuntimeError):
 def load_pipeline(
     model: str | Path = DEMO_MODEL,
     *,
+    config: str | Path | None = None,
     device: str = "auto",
     dtype: Dtype = "auto",
     attention: Attention = "default",
@@ -33,6 +36,9 @@ def load_pipeline(
     Args:
         model: "demo" for the embedded model, a folder in diffusers format, a single `.safetensors`
             or `.ckpt` file, or a hub id such as "stabilityai/stable-diffusion-xl-base-1.0".
+        config: for a single file only: a local folder in diffusers format that says how the model
+            is built, and has the tokenizer and the scheduler. Its weights, if any, are not read.
+            Without it, diffusers guesses the model and asks the hub.
         device: "auto" takes a GPU if there is one.
         dtype: "auto" is float16 on a GPU and float32 on a CPU.
         attention: "default", "eager", "sdpa", "xformers", or a backend name of diffusers.
@@ -44,7 +50,7 @@ def load_pipeline(
     """
     place = _device(device)
     numbers = _dtype(dtype, place)
-    pipe = _load(str(model), numbers)
+    pipe = _load(str(model), None if config is None else Path(config), numbers)
     pipe.set_progress_bar_config(disable=True)
     if offload == "none":
         pipe.to(place)
@@ -100,11 +106,16 @@ def _quiet_diffusers() -> Any:
     return diffusers
 
 
-def _load(model: str, dtype: torch.dtype) -> Any:
+def _load(model: str, config: Path | None, dtype: torch.dtype) -> Any:
     diffusers = _quiet_diffusers()
     path = _demo_path() if model == DEMO_MODEL else Path(model)
     if path.suffix in (".safetensors", ".ckpt") or path.is_file():
-        return _load_single_file(path, dtype)
+        return _load_single_file(path, config, dtype)
+    if config is not None:
+        raise LoadError(
+            f"config={str(config)!r}: only a single .safetensors or .ckpt file takes one, and "
+            f"{model} is none"
+        )
     local = path.is_dir()
     if local and not (path / "model_index.json").is_file():
         raise LoadError(f"{path} is not a diffusers pipeline: it has no model_index.json")
@@ -123,21 +134,66 @@ def _load(model: str, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def _load_single_file(path: Path, dtype: torch.dtype) -> Any:
+def _load_single_file(path: Path, config: Path | None, dtype: torch.dtype) -> Any:
+    """diffusers reads a `.ckpt` with `weights_only=True`: a pickle that holds code is refused."""
+    if not path.is_file():
+        raise LoadError(f"no such file: {path}")
+    configured = None if config is None else _configured_class(config)
+    source = {} if config is None else {"config": str(config), "local_files_only": True}
+    try:
+        pipeline_class = configured or _guessed_class(path)
+        pipe = pipeline_class.from_single_file(str(path), torch_dtype=dtype, **source)
+    except Exception as error:
+        raise LoadError(f"could not load {path}: {_single_file_problem(error)}") from error
+    for name, part in pipe.components.items():
+        # diffusers leaves layers of the text encoder that the file lacks without values.
+        if isinstance(part, torch.nn.Module) and any(p.is_meta for p in part.parameters()):
+            raise LoadError(f"could not load {path}: it lacks weights of the {name}")
+    return pipe
+
+
+def _guessed_class(path: Path) -> Any:
+    """The pipeline class that the names of the weights speak for."""
     diffusers = _quiet_diffusers()
     from diffusers.loaders.single_file_utils import (
         infer_diffusers_model_type,
         load_single_file_checkpoint,
     )
 
-    if not path.is_file():
-        raise LoadError(f"no such file: {path}")
+    kind = infer_diffusers_model_type(load_single_file_checkpoint(str(path)))
+    name = "StableDiffusionXLPipeline" if "xl" in kind else "StableDiffusionPipeline"
+    return getattr(diffusers, name)
+
+
+def _configured_class(config: Path) -> Any:
+    """The pipeline class that a folder in diffusers format names."""
+    index = config / "model_index.json"
+    if not config.is_dir():
+        raise LoadError(f"config={str(config)!r}: no such folder")
+    if not index.is_file():
+        raise LoadError(f"config={str(config)!r}: not a diffusers pipeline, no model_index.json")
     try:
-        kind = infer_diffusers_model_type(load_single_file_checkpoint(str(path)))
-        name = "StableDiffusionXLPipeline" if "xl" in kind else "StableDiffusionPipeline"
-        return getattr(diffusers, name).from_single_file(str(path), torch_dtype=dtype)
-    except Exception as error:
-        raise LoadError(f"could not load {path}: {_first_line(error)}") from error
+        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"config={str(config)!r}: model_index.json names no pipeline") from error
+    found = getattr(_quiet_diffusers(), str(name), None)
+    if not hasattr(found, "from_single_file"):
+        raise LoadError(f"config={str(config)!r}: {name} cannot be loaded from a single file")
+    return found
+
+
+def _single_file_problem(error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        # diffusers reports a refused pickle as a file that it cannot find.
+        if isinstance(cause, pickle.UnpicklingError):
+            return "it holds more than weights, or is damaged; a pickle may only hold weights"
+        cause = cause.__cause__ or cause.__context__
+    if "meta tensor" in str(error):
+        return "it lacks weights that the configuration asks for"
+    if type(error).__module__.startswith("huggingface_hub"):
+        return "the hub did not answer; give a local folder as config to do without it"
+    return _first_line(error)
 
 
 def _demo_path() -> Path:

@@ -104,13 +104,15 @@ def _match_tokens(
     w: int,
     sy: int,
     sx: int,
+    down: int,
+    across: int,
     remove: int,
     key: int,
     refresh: int,
     triton: bool,
 ) -> None:
     implementation = _triton() if triton else reference
-    cells = Cells(h, w, sy, sx)
+    cells = Cells(h, w, sy, sx, down, across)
     implementation.match_tokens(
         metric, timestep, offsets, slot, order, start, clock, cells, remove, key, refresh
     )
@@ -133,14 +135,15 @@ def match_tokens(
     refresh: int = 1,
     triton: bool = False,
 ) -> None:
-    """Merges the `remove` sources that are most similar to a destination into it.
+    """Merges the sources that are most similar to a destination into it, the same number in each
+    window.
 
     One token of each cell is a destination (dst), all others are sources (src).
     (Bolya and Hoffman, Token Merging for Fast Stable Diffusion, 2023, section 4.)
 
     Args:
         metric: what similarity is measured on, by cosine, `[B, N, C]`.
-        remove: tokens to remove, 1 to `cells.sources`.
+        remove: tokens to remove, a multiple of the windows, at most `cells.sources`.
         plan: where to write slot `[B, N]` int64, order `[B, N]` and start `[B, N - remove + 1]`
             int32; see `MergePlan`.
         timestep: `[]` or `[T]`.
@@ -161,6 +164,8 @@ def match_tokens(
         cells.w,
         cells.sy,
         cells.sx,
+        cells.down,
+        cells.across,
         remove,
         key,
         refresh,

@@ -10,20 +10,32 @@ __all__ = ["Cells"]
 
 @dataclass(frozen=True)
 class Cells:
-    """A grid of h x w tokens cut into cells of sy x sx.
+    """A grid of h x w tokens cut into equal windows, and these into cells of sy x sx.
 
-    Rows and columns left over at the bottom and the right belong to no cell. On a grid smaller than
-    a cell, the cell shrinks to it.
+    A token is compared with those of its own window only. Rows and columns of a window that are
+    left over at its bottom and right belong to no cell. In a window smaller than a cell, the cell
+    shrinks to it.
     """
 
     h: int
     w: int
     sy: int
     sx: int
+    down: int = 1
+    """Windows below each other."""
+    across: int = 1
+    """Windows beside each other."""
 
     @classmethod
-    def of(cls, h: int, w: int, sy: int, sx: int) -> "Cells":
-        return cls(h, w, min(sy, h), min(sx, w))
+    def of(cls, h: int, w: int, sy: int, sx: int, window: int = 0) -> "Cells":
+        """The cells of a grid.
+
+        Args:
+            window: least side of a window; the next larger that divides the grid is taken. 0: one
+                window.
+        """
+        down, across = (_parts(side, window) for side in (h, w))
+        return cls(h, w, min(sy, h // down), min(sx, w // across), down, across)
 
     @property
     def tokens(self) -> int:
@@ -35,38 +47,67 @@ class Cells:
         return self.sy * self.sx
 
     @property
+    def windows(self) -> int:
+        return self.down * self.across
+
+    @property
+    def window(self) -> "Cells":
+        """One of the windows, as a grid of its own."""
+        return Cells(self.h // self.down, self.w // self.across, self.sy, self.sx)
+
+    @property
     def count(self) -> int:
         """Cells, and so destinations."""
-        return (self.h // self.sy) * (self.w // self.sx)
+        return self.windows * (self.h // self.down // self.sy) * (self.w // self.across // self.sx)
 
     @property
     def sources(self) -> int:
         return self.tokens - self.count
 
+    @property
+    def comparisons(self) -> int:
+        """Pairs of a source and a destination that are compared."""
+        return self.sources * self.count // self.windows
+
     def removable(self, ratio: float) -> int:
-        """Tokens that `ratio` removes: never more than there are sources."""
-        return min(int(self.tokens * ratio), self.sources)
+        """Tokens that `ratio` removes: the same number in each window, never more than sources."""
+        per_window = int(self.tokens // self.windows * ratio)
+        return min(per_window * self.windows, self.sources)
 
     def split(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Token numbers of sources and destinations.
+        """Token numbers of sources and destinations, window by window.
 
         Args:
             offsets: which token of each cell is its dst, counted row by row, `[T, count]`.
 
         Returns:
-            src `[T, sources]` and dst `[T, count]`.
+            src `[T, windows, sources / windows]` and dst `[T, windows, count / windows]`.
         """
-        device = offsets.device
-        tokens = torch.arange(self.tokens, device=device).view(self.h, self.w)
-        rows, columns = self.h // self.sy, self.w // self.sx
-        inside = tokens[: rows * self.sy, : columns * self.sx]
-        cells = inside.reshape(rows, self.sy, columns, self.sx).transpose(1, 2)
-        cells = cells.reshape(1, self.count, self.choices).expand(offsets.shape[0], -1, -1)
+        device, times = offsets.device, offsets.shape[0]
+        h, w = self.h // self.down, self.w // self.across
+        rows, columns = h // self.sy, w // self.sx
+        tokens = torch.arange(self.tokens, device=device).view(self.down, h, self.across, w)
+        tokens = tokens.transpose(1, 2).reshape(self.windows, h, w)
+        inside = tokens[:, : rows * self.sy, : columns * self.sx]
+        cells = inside.reshape(self.windows, rows, self.sy, columns, self.sx).transpose(2, 3)
+        cells = cells.reshape(1, self.windows, -1, self.choices).expand(times, -1, -1, -1)
         # Counting on from the dst, modulo the cell, lists all its tokens with the dst first.
-        order = (offsets.unsqueeze(-1) + torch.arange(self.choices, device=device)) % self.choices
-        cells = cells.gather(2, order)
-        right = tokens[: rows * self.sy, columns * self.sx :]
-        bottom = tokens[rows * self.sy :]
-        left_over = torch.cat([right.flatten(), bottom.flatten()])
-        src = torch.cat([cells[..., 1:].flatten(1), left_over.expand(offsets.shape[0], -1)], dim=1)
-        return src, cells[..., 0]
+        first = offsets.view(times, self.windows, -1, 1)
+        order = (first + torch.arange(self.choices, device=device)) % self.choices
+        cells = cells.gather(3, order)
+        right = tokens[:, : rows * self.sy, columns * self.sx :].flatten(1)
+        bottom = tokens[:, rows * self.sy :].flatten(1)
+        left_over = torch.cat([right, bottom], dim=1).expand(times, -1, -1)
+        return torch.cat([cells[..., 1:].flatten(2), left_over], dim=2), cells[..., 0]
+
+
+def _parts(side: int, window: int) -> int:
+    """Into how many equal parts of at least `window` a side can be cut."""
+    if window <= 0:
+        return 1
+    # A number to the compiler too, not a symbol: how many windows there are shapes the program.
+    side = int(side)
+    parts = max(1, side // window)
+    while side % parts:
+        parts -= 1
+    return parts

@@ -57,28 +57,36 @@ def _draw(timestep, offsets, key, count, choices, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _dst_token(d, offsets, valid, w, columns, sy: tl.constexpr, sx: tl.constexpr):
-    """Token number of destination d: the drawn one of cell d."""
-    inside = tl.load(offsets + d, valid, other=0)
-    return ((d // columns) * sy + inside // sx) * w + (d % columns) * sx + inside % sx
+def _corner(h, w, across):
+    """First token of the window that this program works on, of h x w tokens each."""
+    window = tl.program_id(1)
+    return (window // across) * h * (across * w) + (window % across) * w
 
 
 @triton.jit
-def _src_token(s, offsets, valid, h, w, columns, count, sy: tl.constexpr, sx: tl.constexpr):
-    """Token number of source s: the rest of each cell, then what belongs to no cell."""
+def _dst_token(d, offsets, valid, stride, columns, sy: tl.constexpr, sx: tl.constexpr):
+    """Destination d of a window, counted from its corner: the drawn token of cell d."""
+    inside = tl.load(offsets + d, valid, other=0)
+    return ((d // columns) * sy + inside // sx) * stride + (d % columns) * sx + inside % sx
+
+
+@triton.jit
+def _src_token(s, offsets, valid, h, w, stride, columns, count, sy: tl.constexpr, sx: tl.constexpr):
+    """Source s of a window, counted from its corner: the rest of each cell, then the left over."""
     others: tl.constexpr = sy * sx - 1
     per_cell: tl.constexpr = others if others > 0 else 1
     in_cells = count * others
     cell = s // per_cell
     drawn = tl.load(offsets + cell, valid & (s < in_cells), other=0)
     inside = (drawn + s % per_cell + 1) % (sy * sx)
-    of_cell = ((cell // columns) * sy + inside // sx) * w + (cell % columns) * sx + inside % sx
+    of_cell = ((cell // columns) * sy + inside // sx) * stride + (cell % columns) * sx + inside % sx
     i = s - in_cells
     rows = (h // sy) * sy
     strip = w - columns * sx  # width of the strip to the right of the cells
-    right = (i // tl.maximum(strip, 1)) * w + columns * sx + i % tl.maximum(strip, 1)
-    left_over = tl.where(i < rows * strip, right, rows * w + i - rows * strip)
-    return tl.where(s < in_cells, of_cell, left_over)
+    right = (i // tl.maximum(strip, 1)) * stride + columns * sx + i % tl.maximum(strip, 1)
+    below = i - rows * strip
+    bottom = (rows + below // w) * stride + below % w
+    return tl.where(s < in_cells, of_cell, tl.where(i < rows * strip, right, bottom))
 
 
 @triton.jit
@@ -112,6 +120,7 @@ def _best_match(
     flag,
     h,
     w,
+    across,
     columns,
     count,
     channels,
@@ -126,14 +135,18 @@ def _best_match(
     if flag is not None:
         if tl.load(flag) == 0:
             return
-    b = tl.program_id(1).to(tl.int64)
-    n = h * w
-    sources = n - count
-    offsets += (b // offset_rows) * count
-    x += b * n * channels
-    inverse += b * n
+    b = tl.program_id(2).to(tl.int64)
+    windows = tl.num_programs(1)
+    window = tl.program_id(1)
+    sources = h * w - count
+    first = b * windows * h * w + _corner(h, w, across)
+    x += first * channels
+    inverse += first
+    offsets += ((b // offset_rows) * windows + window) * count
+    score += (b * windows + window) * sources
+    match += (b * windows + window) * sources
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    src = _src_token(s, offsets, s < sources, h, w, columns, count, sy, sx)
+    src = _src_token(s, offsets, s < sources, h, w, across * w, columns, count, sy, sx)
     src_inverse = tl.load(inverse + src, s < sources, other=0.0)
     # Unusable tokens are not loaded: an infinity times the zero of its inverse is NaN.
     src_row = x + src.to(tl.int64) * channels
@@ -141,7 +154,7 @@ def _best_match(
     best_d = tl.zeros([BLOCK_S], tl.int32)
     for d0 in range(0, count, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
-        dst = _dst_token(d, offsets, d < count, w, columns, sy, sx)
+        dst = _dst_token(d, offsets, d < count, across * w, columns, sy, sx)
         dst_inverse = tl.load(inverse + dst, d < count, other=0.0)
         dst_row = x + dst.to(tl.int64) * channels
         product = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
@@ -162,8 +175,8 @@ def _best_match(
         here, index = tl.max(similarity, axis=1, return_indices=True)
         best_d = tl.where(here > best, d0 + index, best_d)
         best = tl.maximum(best, here)
-    tl.store(score + b * sources + s, best * src_inverse, s < sources)
-    tl.store(match + b * sources + s, best_d, s < sources)
+    tl.store(score + s, best * src_inverse, s < sources)
+    tl.store(match + s, best_d, s < sources)
 
 
 @triton.jit
@@ -213,6 +226,7 @@ def _rank(
     flag,
     h,
     w,
+    across,
     columns,
     count,
     remove,
@@ -221,30 +235,36 @@ def _rank(
     BLOCK: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """Sorts the sources by similarity. Merged ones, by rank, go to `edge` and `edge_token`
-    [B, remove], which say which dst each goes to; each of the others gets a slot of its own."""
+    """Sorts the sources of a window by similarity. Merged ones, by rank, go to `edge` and
+    `edge_token` [B, W, remove], which say which dst each goes to; each other gets its own slot."""
     if flag is not None:
         if tl.load(flag) == 0:
             return
-    b = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    windows = tl.num_programs(1)
+    window = tl.program_id(1)
     n = h * w
     sources = n - count
     kept = sources - remove
+    place = b * windows + window
     s0 = tl.program_id(0) * BLOCK
     s = s0 + tl.arange(0, BLOCK)
     valid = s < sources
-    own = tl.load(score + b * sources + s, valid, other=0.0)
-    rank = _place(score + b * sources, own, s0, sources, BLOCK_J, DESCENDING=True)
-    token = _src_token(s, offsets + (b // offset_rows) * count, valid, h, w, columns, count, sy, sx)
-    dst = tl.load(match + b * sources + s, valid, other=0)
+    own = tl.load(score + place * sources + s, valid, other=0.0)
+    rank = _place(score + place * sources, own, s0, sources, BLOCK_J, DESCENDING=True)
+    offsets += ((b // offset_rows) * windows + window) * count
+    token = _src_token(s, offsets, valid, h, w, across * w, columns, count, sy, sx)
+    token += _corner(h, w, across)
+    dst = tl.load(match + place * sources + s, valid, other=0)
     merged = valid & (rank < remove)
     alone = valid & (rank >= remove)
-    tl.store(edge + b * remove + rank, dst, merged)
-    tl.store(edge_token + b * remove + rank, token, merged)
-    tl.store(slot + b * n + token, (kept + dst).to(tl.int64), merged)
-    tl.store(slot + b * n + token, (rank - remove).to(tl.int64), alone)
-    tl.store(order + b * n + rank - remove, token, alone)
-    tl.store(start + b * (n - remove + 1) + rank - remove, rank - remove, alone)
+    tl.store(edge + place * remove + rank, dst, merged)
+    tl.store(edge_token + place * remove + rank, token, merged)
+    number = window * (n - remove) + tl.where(merged, kept + dst, rank - remove)
+    tl.store(slot + b * windows * n + token, number.to(tl.int64), valid)
+    tl.store(order + place * n + rank - remove, token, alone)
+    begins = window * n + rank - remove
+    tl.store(start + b + place * (n - remove) + rank - remove, begins, alone)
 
 
 @triton.jit
@@ -259,6 +279,7 @@ def _list_members(
     flag,
     h,
     w,
+    across,
     columns,
     count,
     remove,
@@ -274,30 +295,35 @@ def _list_members(
     if flag is not None:
         if tl.load(flag) == 0:
             return
-    b = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    windows = tl.num_programs(1)
+    window = tl.program_id(1)
     n = h * w
     kept = n - count - remove
-    slots = n - remove
-    edge += b * remove
-    order += b * n
+    place = b * windows + window
+    edge += place * remove
+    order += place * n
     merging_programs = tl.cdiv(remove, BLOCK)
     if tl.program_id(0) < merging_programs:
         i0 = tl.program_id(0) * BLOCK
         i = i0 + tl.arange(0, BLOCK)
         dst = tl.load(edge + i, i < remove, other=0)
-        token = tl.load(edge_token + b * remove + i, i < remove, other=0)
+        token = tl.load(edge_token + place * remove + i, i < remove, other=0)
         before = _place(edge, dst, i0, remove, BLOCK_J, DESCENDING=False)
         tl.store(order + kept + before + dst + 1, token, i < remove)
     else:
         d = (tl.program_id(0) - merging_programs) * BLOCK + tl.arange(0, BLOCK)
         valid = d < count
         before = _count(edge, d, 0, remove, BLOCK_J, DESCENDING=False, TIES=False)
-        token = _dst_token(d, offsets + (b // offset_rows) * count, valid, w, columns, sy, sx)
+        offsets += ((b // offset_rows) * windows + window) * count
+        token = _dst_token(d, offsets, valid, across * w, columns, sy, sx) + _corner(h, w, across)
         first = kept + before + d
         tl.store(order + first, token, valid)
-        tl.store(start + b * (slots + 1) + kept + d, first, valid)
-        tl.store(slot + b * n + token, (kept + d).to(tl.int64), valid)
-        tl.store(start + b * (slots + 1) + slots + d * 0, n + d * 0, d == 0)
+        number = window * (n - remove) + kept + d
+        tl.store(slot + b * windows * n + token, number.to(tl.int64), valid)
+        start += b * (windows * (n - remove) + 1)
+        tl.store(start + number, window * n + first, valid)
+        tl.store(start + windows * (n - remove) + d * 0, windows * n + d * 0, d == 0)
 
 
 @triton.jit
@@ -371,6 +397,7 @@ def match_tokens(
         times = timestep.shape[0]
         _tick[(1,)](clock, timestep, refresh, times, BLOCK=triton.next_power_of_2(times))
     offsets = _offsets(metric, timestep, offsets, cells, key)
+    window, windows = cells.window, cells.windows
     sources = cells.sources
     inverse, score = metric.new_empty(batch * (n + sources), dtype=torch.float32).split(
         (batch * n, batch * sources)
@@ -381,44 +408,54 @@ def match_tokens(
     split: dict[str, Any] = {
         "offsets": offsets,
         "offset_rows": batch // offsets.shape[0] if batch % offsets.shape[0] == 0 else batch,
-        "h": cells.h,
-        "w": cells.w,
-        "columns": cells.w // cells.sx,
-        "count": cells.count,
+        "h": window.h,
+        "w": window.w,
+        "across": cells.across,
+        "columns": window.w // cells.sx,
+        "count": window.count,
         "sy": cells.sy,
         "sx": cells.sx,
         "flag": clock,
     }
-    plan = {"slot": slot, "order": order, "start": start, "remove": remove}
+    plan = {"slot": slot, "order": order, "start": start, "remove": remove // windows}
     lists = {"edge": edge, "edge_token": edge_token, "BLOCK": 32, "BLOCK_J": 128}
+    tiles = _tiles(metric, window.count)
     _inverse_norm[(triton.cdiv(n, 8), batch)](
         metric, inverse, clock, n, channels, BLOCK_N=8, BLOCK_C=256
     )
-    _best_match[(triton.cdiv(sources, 128), batch)](
+    _best_match[(triton.cdiv(window.sources, tiles["BLOCK_S"]), windows, batch)](
         x=metric,
         inverse=inverse,
         score=score,
         match=match,
         channels=channels,
-        **_tiles(metric),
+        **tiles,
         **split,
     )
-    _rank[(triton.cdiv(sources, 32), batch)](score=score, match=match, **lists, **plan, **split)
-    programs = triton.cdiv(remove, 32) + triton.cdiv(cells.count, 32)
-    _list_members[(programs, batch)](**lists, **plan, **split)
+    _rank[(triton.cdiv(window.sources, 32), windows, batch)](
+        score=score, match=match, **lists, **plan, **split
+    )
+    programs = triton.cdiv(plan["remove"], 32) + triton.cdiv(window.count, 32)
+    _list_members[(programs, windows, batch)](**lists, **plan, **split)
 
 
-def _tiles(metric: Tensor) -> dict[str, Any]:
-    """Tiles of `_best_match`: the largest that fit, by measurement the fastest."""
-    if metric.dtype == torch.float32:
-        return {
-            "precision": "tf32x3",
-            **{"BLOCK_S": 128, "BLOCK_D": 128, "BLOCK_C": 32, "num_warps": 8, "num_stages": 3},
-        }
-    tiles: dict[str, Any] = {"precision": "ieee", "BLOCK_S": 128, "BLOCK_C": 64, "num_stages": 3}
-    if metric.is_cuda and torch.cuda.get_device_capability(metric.device) in ((8, 0), (9, 0)):
-        return tiles | {"BLOCK_D": 256, "num_warps": 8}
-    return tiles | {"BLOCK_D": 128, "num_warps": 4}  # for 100 KB of shared memory
+def _tiles(metric: Tensor, destinations: int) -> dict[str, Any]:
+    """Tiles of `_best_match`: by measurement, the largest that fit and are not mostly empty."""
+    wide = metric.dtype == torch.float32
+    tiles: dict[str, Any] = {
+        "precision": "tf32x3" if wide else "ieee",
+        "BLOCK_C": 32 if wide else 64,
+        "num_stages": 3,
+    }
+    if destinations <= 32:
+        return tiles | {"BLOCK_S": 64, "BLOCK_D": 16 if destinations <= 16 else 32, "num_warps": 4}
+    large_memory = metric.is_cuda and torch.cuda.get_device_capability(metric.device) in (
+        (8, 0),
+        (9, 0),
+    )
+    if large_memory and not wide:
+        return tiles | {"BLOCK_S": 128, "BLOCK_D": 256, "num_warps": 8}
+    return tiles | {"BLOCK_S": 128, "BLOCK_D": 128, "num_warps": 8 if wide else 4}
 
 
 def _offsets(

@@ -1,0 +1,222 @@
+"""A run on disk: what was asked for, the images made so far, and what is left to do.
+
+run.json                       what was asked for
+images/VARIANT/00012.png       written in one go, each with all it takes to make it again
+records/process-0.jsonl        a line per image, as it is made: seconds, memory
+scores/VARIANT/00000.npz       metrics and features of a block of images
+images.jsonl, results.jsonl    per image and per variant, written at the end
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from .prompts import Item
+from .variants import Variant
+
+__all__ = ["Definition", "Run", "Sampling", "Task", "write_text"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How images are made, whatever is merged."""
+
+    width: int
+    height: int
+    steps: int = 30
+    guidance: float = 5.0
+    negative_prompt: str = ""
+    scheduler: Literal["own", "ddim", "plms"] = "own"
+
+
+@dataclass(frozen=True)
+class Definition:
+    """All that decides what the images of a run look like, and what their times mean."""
+
+    model: dict[str, Any]
+    sampling: Sampling
+    prompts: str
+    """Where they are from."""
+    items: tuple[Item, ...]
+    batch: int
+    variants: tuple[Variant, ...]
+    device: str
+    versions: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Definition":
+        values = dict(values)
+        if values.pop("format", None) != FORMAT:
+            raise ValueError(f"a run of another version of the format (not {FORMAT})")
+        values["sampling"] = Sampling(**values["sampling"])
+        values["items"] = tuple(Item(**item) for item in values["items"])
+        values["variants"] = tuple(Variant(**variant) for variant in values["variants"])
+        return cls(**values)
+
+    def batches(self) -> list[tuple[Item, ...]]:
+        """Fixed once and for all: the same whoever makes them, and after an interruption."""
+        starts = range(0, len(self.items), self.batch)
+        return [self.items[start : start + self.batch] for start in starts]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One batch of one variant, with images missing."""
+
+    batch: int
+    variant: int
+    missing: tuple[int, ...]
+    """Indices of items."""
+
+
+class Run:
+    """The folder of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def definition_path(self) -> Path:
+        return self.path / "run.json"
+
+    def load(self) -> Definition:
+        if not self.definition_path.is_file():
+            raise ValueError(f"{self.path} is not the folder of an evaluation: no run.json in it")
+        try:
+            return Definition.from_json(json.loads(self.definition_path.read_text()))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{self.definition_path} cannot be read: {error}") from error
+
+    def open(self, wanted: Definition, *, extend: bool = False) -> Definition:
+        """Starts the run or takes it up again; returns it with the variants that it had before.
+
+        Args:
+            extend: allow variants that the run did not have. Nothing else may differ, ever.
+        """
+        if not self.definition_path.exists():
+            if self.path.exists() and any(self.path.iterdir()):
+                raise ValueError(f"{self.path} is not empty, and not the folder of an evaluation")
+            write_text(self.definition_path, json.dumps(wanted.to_json(), indent=1) + "\n")
+            return wanted
+        before = self.load()
+        _refuse_changes(self.path, before, wanted)
+        names = {variant.name for variant in before.variants}
+        added = [variant for variant in wanted.variants if variant.name not in names]
+        if added and not extend:
+            raise ValueError(
+                f"{self.path} was started without {', '.join(v.name for v in added)}: "
+                "take another folder, or add them with --extend"
+            )
+        if added:
+            before = replace(before, variants=(*before.variants, *added))
+            write_text(self.definition_path, json.dumps(before.to_json(), indent=1) + "\n")
+        return before
+
+    def image_path(self, variant: Variant, index: int) -> Path:
+        return self.path / "images" / variant.name / f"{index:05d}.png"
+
+    def missing(self, definition: Definition) -> list[Task]:
+        """What is left to do: batch by batch, all variants of one before the next."""
+        there = {
+            variant.name: _indices(self.path / "images" / variant.name, ".png")
+            for variant in definition.variants
+        }
+        tasks = []
+        for number, batch in enumerate(definition.batches()):
+            for place, variant in enumerate(definition.variants):
+                gaps = tuple(i.index for i in batch if i.index not in there[variant.name])
+                if gaps:
+                    tasks.append(Task(number, place, gaps))
+        return tasks
+
+    def add_record(self, rank: int, record: dict[str, Any]) -> None:
+        """Appends a line."""
+        path = self.path / "records" / f"process-{rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def end_broken_lines(self) -> None:
+        """After a crash in the middle of a line, the next one must not be added to its half."""
+        for path in sorted((self.path / "records").glob("process-*.jsonl")):
+            content = path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                with path.open("ab") as file:
+                    file.write(b"\n")
+
+    def records(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """By variant and index. An image that a crash left without a line has none here."""
+        found = {}
+        for path in sorted((self.path / "records").glob("process-*.jsonl")):
+            for record in _json_lines(path):
+                found[record["variant"], record["index"]] = record
+        return found
+
+
+def _refuse_changes(path: Path, before: Definition, wanted: Definition) -> None:
+    """Images of different models, prompts or libraries must not end up in one table."""
+    old, new = before.to_json(), wanted.to_json()
+    for name in ("model", "sampling", "versions"):
+        for key in old[name].keys() | new[name].keys():
+            _refuse(path, key, old[name].get(key), new[name].get(key))
+    for key in ("batch", "device"):
+        _refuse(path, key, old[key], new[key])
+    _refuse(path, "number of images", len(old["items"]), len(new["items"]))
+    for one, other in zip(old["items"], new["items"], strict=True):
+        _refuse(path, f"image {one['index']}", one, other)
+    known = {variant.name: variant.settings for variant in before.variants}
+    for variant in wanted.variants:
+        settings = known.get(variant.name, variant.settings)
+        for key in settings.keys() | variant.settings.keys():
+            was, now = settings.get(key), variant.settings.get(key)
+            _refuse(path, f"{key} of {variant.name}", was, now)
+
+
+def _refuse(path: Path, name: str, was: Any, now: Any) -> None:
+    if was != now:
+        raise ValueError(
+            f"{path} was started with {name} = {was!r}, and this is {name} = {now!r}: take another "
+            "folder, or give the options that it was started with"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """In one go: an interruption leaves the old file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def write_json_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError(f"there is no {path.name} in {path.parent}: has tomesd eval finished?")
+    return list(_json_lines(path))
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the half line of a crash
+
+
+def _indices(folder: Path, suffix: str) -> set[int]:
+    """The numbers that the files in a folder are named by."""
+    if not folder.is_dir():
+        return set()
+    names = (Path(name) for name in os.listdir(folder))
+    return {int(n.stem) for n in names if n.suffix == suffix and n.stem.isdigit()}

@@ -1,0 +1,249 @@
+"""The page of `tomesd report`: what it shows, and that it needs nothing but itself."""
+
+import base64
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from zoo_diffusers import make_sd_pipeline
+
+import tomesd
+from tomesd.cli.run import run as command
+from tomesd.evaluation import (
+    Definition,
+    Estimate,
+    Judges,
+    Result,
+    Run,
+    Sampling,
+    Variant,
+    evaluate,
+    make_items,
+    make_variants,
+    read_results,
+)
+from tomesd.evaluation.figures import draw_pareto, pareto_front
+from tomesd.evaluation.report import write_report
+from tomesd.evaluation.sampling import versions
+from tomesd.evaluation.tables import QUALITY, labels_of, methods_of
+
+PROMPTS = [f'a <b>{animal}</b> & "friends"' for animal in ("cat", "dog", "fox", "pig")]
+# On a CPU and at this size, merging does not pay, and would not be done.
+ALWAYS = tomesd.Settings(when="always")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("runs") / "run")
+    definition = Definition(
+        model={"model": "tiny"},
+        sampling=Sampling(64, 64, steps=2),
+        prompts="by hand",
+        items=tuple(make_items(PROMPTS)),
+        batch=1,
+        variants=tuple(make_variants((0.3, 0.6), ALWAYS, {"use_rand": [True, False]})),
+        device="cpu",
+        versions=versions(),
+    )
+    evaluate(make_sd_pipeline(), run, definition, Judges.load(inception=None))
+    return run
+
+
+class Page(HTMLParser):
+    """What a browser would find on a page."""
+
+    VOID = frozenset({"img", "meta", "br", "input", "link", "hr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, Any]]] = []
+        self.open: list[str] = []
+        self.words: dict[str, list[str]] = {}
+        self.rows: list[list[str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes something else"
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.words.setdefault(self.open[-1], []).append(data)
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+    def images(self) -> list[dict[str, Any]]:
+        return [attributes for tag, attributes in self.tags if tag == "img"]
+
+
+@pytest.fixture(scope="module")
+def page(run: Run) -> Page:
+    path = write_report(run, worst=2, typical=1)
+    assert path == run.path / "report.html"
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.open == [], "everything that opens must close"
+    return page
+
+
+def test_the_page_needs_nothing_else(page: Page) -> None:
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "base")
+        for name in ("src", "href", "srcset", "data"):
+            if name in attributes:
+                assert attributes[name].startswith("data:image/")
+    style = "".join(page.words["style"])
+    script = "".join(page.words["script"])
+    assert "url(" not in style and "@import" not in style
+    assert "http" not in style + script and "fetch" not in script
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in (
+        page.tags
+    )
+
+
+def test_every_picture_opens_and_has_words(page: Page) -> None:
+    images = page.images()
+    for attributes in images:
+        kind, _, data = attributes["src"].partition(";base64,")
+        with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+            image.load()
+            assert image.format.lower() == kind.removeprefix("data:image/")
+        assert attributes["alt"]
+    # Without a script: all variants of three images, and the plots.
+    assert sum(";base64" in a["src"] and "webp" in a["src"] for a in images) == 3 * 5
+
+
+def test_the_plots_are_files_too(run: Run, page: Page) -> None:
+    names = {path.name for path in (run.path / "figures").iterdir()}
+    assert names == {
+        "lpips_speedup.png",
+        "psnr_speedup.png",
+        "ssim_speedup.png",
+        "lpips_spread.png",
+    }
+    embedded = [a["src"].partition("base64,")[2] for a in page.images() if "png" in a["src"][:20]]
+    written = [base64.b64encode((run.path / "figures" / name).read_bytes()) for name in names]
+    assert sorted(embedded) == sorted(data.decode() for data in written)
+
+
+def test_the_table_has_the_numbers_of_the_run(run: Run, page: Page) -> None:
+    head, base, *rows = page.rows
+    assert head[0] == "Method" and head[-2].startswith("Time (s/im)")
+    assert base[0].startswith("Baseline")
+    assert len(rows) == 4
+    results = {
+        (r.variant.settings["use_rand"], r.variant.ratio): r for r in read_results(run)[0][1:]
+    }
+    method = ""
+    column = next(i for i, words in enumerate(head) if words.startswith("LPIPS"))
+    for row in rows:
+        if len(row) == len(head):
+            method, row = row[0], row[1:]
+        result = results["True" in method, float(row[0]) / 100]
+        lpips = result.metrics["lpips"]
+        assert row[column - 1] == f"{lpips.value:.4f}{lpips.low:.4f} to {lpips.high:.4f}"
+        assert row[-2].startswith(f"{result.seconds:.3f}")
+
+
+def test_the_worst_come_first(run: Run, page: Page) -> None:
+    worst: dict[int, float] = {}
+    for row in read_results(run)[1]:
+        worst[row["index"]] = max(worst.get(row["index"], 0), row.get("lpips", 0))
+    order = sorted(worst, key=lambda index: -worst[index])
+    assert page.words["h3"] == [PROMPTS[index] for index in order[:3]]
+
+
+def test_everything_that_was_set_is_told(page: Page) -> None:
+    told = " ".join(page.words["dd"])
+    assert versions()["torch"] in told
+    settings = " ".join(page.words["code"])
+    assert settings.count("use_rand=True") == settings.count("use_rand=False") == 2
+
+
+def test_the_page_is_the_same_when_written_again(run: Run, page: Page) -> None:
+    before = (run.path / "report.html").read_bytes()
+    write_report(run, worst=2, typical=1)
+    assert (run.path / "report.html").read_bytes() == before
+
+
+def test_the_command(run: Run, tmp_path: Path, capsys) -> None:
+    assert command(["report", str(run.path), "--worst", "1", "--typical", "0"]) == 0
+    assert "report.html" in capsys.readouterr().out
+    assert len(Page((run.path / "report.html").read_text()).words["h3"]) == 1
+    for words, message in (
+        ([str(tmp_path)], "not the folder of an evaluation"),
+        ([str(run.path), "--worst", "-1"], "worst=-1"),
+    ):
+        assert command(["report", *words]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+def test_a_run_that_is_not_finished_is_refused(run: Run, tmp_path: Path, capsys) -> None:
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "run.json").write_bytes((run.path / "run.json").read_bytes())
+    assert command(["report", str(half)]) == 2
+    assert "has tomesd eval finished?" in capsys.readouterr().err
+    (half / "run.json").write_text(json.dumps({"format": 99}))
+    assert command(["report", str(half)]) == 2
+    assert "another version" in capsys.readouterr().err
+
+
+points = st.tuples(st.integers(1, 6).map(float), st.integers(0, 6).map(float))
+
+
+@given(st.lists(points, min_size=1, max_size=12), st.sampled_from(["less", "more"]))
+def test_the_front_is_what_no_other_beats(points: list, better: str) -> None:
+    sign = 1 if better == "less" else -1
+
+    def beaten(point: tuple[float, float]) -> bool:
+        return any(
+            other != point and other[0] >= point[0] and sign * other[1] <= sign * point[1]
+            for other in points
+        )
+
+    front = [points[i] for i in pareto_front(points, better)]
+    assert sorted(front) == front
+    assert set(front) == {point for point in points if not beaten(point)}
+    assert len(set(front)) == len(front)
+
+
+def test_methods_are_told_apart_by_what_differs() -> None:
+    def result(name: str, kind: Any, **settings: Any) -> Result:
+        return Result(Variant(name, kind, settings), 4, 1.0, Estimate(1.2), 10.0, 0, {})
+
+    results = [
+        result("unmerged", "unmerged"),
+        result("o", "original", ratio=0.5, sx=2),
+        result("a", "merged", ratio=0.5, sx=2, seed=0),
+        result("b", "merged", ratio=0.25, sx=2, seed=0),
+        result("c", "merged", ratio=0.5, sx=4, seed=0),
+    ]
+    methods = {m: [r.variant.name for r in rows] for m, rows in methods_of(results).items()}
+    assert methods == {"tomesd 0.1.3": ["o"], "tomesd, sx 2": ["b", "a"], "tomesd, sx 4": ["c"]}
+    labels = labels_of(results)
+    assert labels["unmerged"] == "unmerged"
+    assert labels["b"] == "25 %, tomesd, sx 2"
+    assert len(set(labels.values())) == 5
+    assert list(methods_of(results[2:])) == ["sx 2", "sx 4"]
+    assert labels_of([results[0], results[2]]) == {"unmerged": "unmerged", "a": "50 %"}
+
+
+def test_there_is_no_plot_of_nothing() -> None:
+    column = next(column for column in QUALITY if column.key == "lpips")
+    result = Result(Variant("a", "merged", {"ratio": 0.5}), 4, None, None, None, 0, {})
+    assert draw_pareto([result], column) is None

@@ -68,10 +68,10 @@ class Device:
         host = 0.0 if compiled else _HOST
         return cls(rate, rate / _OPERATIONS_PER_BYTE, launch=2.5, host=host)
 
-    def time(self, operations: float, moved: float, kernels: int, host_only: int = 0) -> float:
+    def time(self, operations: float, moved: float, kernels: int) -> float:
         """Microseconds until kernels are done, whether they or their launches take longer."""
         device = operations / self.operations + moved / self.bytes + kernels * self.launch
-        return max(device, (kernels + host_only) * self.host)
+        return max(device, kernels * self.host)
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,17 @@ _LAYERS = {
 _MATCH_KERNELS = 6
 
 
+def _waits_for_the_host(device: Device, size: int) -> bool:
+    """Whether the model takes as long as the host needs to launch its kernels.
+
+    Then no layer gets faster by doing less. The linear layers tell: those of a UNet do about as
+    many operations at every level, while attention is large only at the finest.
+    """
+    per_token = sum(layer.per_token for layer in _LAYERS.values())
+    kernels = sum(layer.kernels for layer in _LAYERS.values())
+    return per_token * size / device.operations < kernels * device.host
+
+
 def merging_pays(
     device: Device,
     batch: int,
@@ -112,6 +123,8 @@ def merging_pays(
     """
     tokens, left = cells.tokens, cells.tokens - remove
     row = batch * channels * item_size
+    if _waits_for_the_host(device, batch * tokens * channels**2):
+        return False
     saved = 0.0
     for kind, merged in merges.items():
         if merged:

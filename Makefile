@@ -9,10 +9,10 @@ SETUP := $(VENV)/.setup-done
 
 setup: $(SETUP)
 
-$(SETUP): pyproject.toml demo_model/pyproject.toml requirements/constraints.txt requirements/hosts.txt
+$(SETUP): pyproject.toml demo_model/pyproject.toml requirements/constraints.txt requirements/hosts.txt requirements/eval.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint requirements/constraints.txt --editable ".[dev]" --editable ./demo_model
-	$(BIN)/pip install --quiet --no-deps --requirement requirements/hosts.txt
+	$(BIN)/pip install --quiet --no-deps --requirement requirements/hosts.txt --requirement requirements/eval.txt
 	touch $@
 
 demo: $(SETUP)
@@ -24,6 +24,7 @@ check: $(SETUP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/update_readme.py --check
+	$(BIN)/python scripts/update_performance.py --check
 
 # One thread per worker: the models are tiny, and more threads only get in each other's way.
 test: check
@@ -33,6 +34,7 @@ format: $(SETUP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python scripts/update_readme.py
+	$(BIN)/python scripts/update_performance.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis demo_output

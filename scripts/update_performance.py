@@ -161,7 +161,11 @@ def compiled(document: Document) -> None:
         rows = (one.find(label) for label in ("original", KEPT, EVERY_BLOCK))
         shown = [gained(one, row) for row in rows]
         lines.append([one.first["setting"], mode, ms(one.find("unpatched")), *shown])
-    words = "Milliseconds per step; in brackets, how many times as fast as compiled alone."
+    words = """
+Milliseconds per step, everything compiled in one piece in the default mode, which launches kernels
+from the host; in brackets, how many times as fast as compiled alone. Our kernels are called through
+PyTorch's dispatcher there, which on this machine's slow host costs more than they do: with many
+small layers, as in SDXL with everything merged, that loses. CUDA graphs, above, do not pay it."""
     document.add("torch.compile", words, markdown(header, lines), found)
 
 
@@ -186,7 +190,10 @@ def paper(document: Document) -> None:
 The table of the original's README: Stable Diffusion 1.5 at 512 px, attention that is not fused, r
 from 10 to 60 %. Time of the UNet for {STEPS} steps, and memory, both per image, of
 {found[0].first["images"]} images at a time, in eager mode at default settings. The row r = 0 is the
-unpatched model; in brackets, how many times as fast, and how much of its memory."""
+unpatched model; in brackets, how many times as fast, and how much of its memory. At 10 %, merging
+would cost more time than it saves, so this library leaves the model alone, and its memory too.
+Ratios below 50 % are rounded down to whole tokens of an 8x8 window, and diffusers' own block keeps
+a tensor alive that the original's copy of it does not: hence a little more memory than with 0.1.3."""
     document.add("The table of the paper", words, markdown(header, lines), found)
 
 
@@ -255,9 +262,10 @@ def matching(document: Document) -> None:
     words = f"""
 What it takes to find out which tokens belong together, once, for {first["batch"]} x N tokens of
 {first["channels"]} channels at r = {first["settings"]["ratio"]:g}, in {mode} mode: with the Triton
-kernels of this library, with its plain PyTorch, and with {ORIGINAL}. All of them compare every
-source with every destination. The original writes all similarities down; this library holds a tile
-of them at a time."""
+kernels of this library, with its plain PyTorch, and with {ORIGINAL}. By default, this library
+compares sources and destinations within windows of 8x8 tokens; "one window" and the original
+compare all with all. The original writes all similarities down; this library holds a tile of them
+at a time."""
     document.add("How matching grows", words, markdown(header, lines), found)
     plot_matching(found, labels, names, document.figures / "matching.svg")
     document.picture("matching.svg", "Time and memory of matching against the number of tokens")
@@ -323,6 +331,36 @@ def pipelines(document: Document) -> None:
     document.add("Whole images", words, markdown(header, lines), found)
 
 
+def sharing(document: Document) -> None:
+    """What the ways to save matching do to images; rows of another kind than the others."""
+    rows = [row for row in document.rows if row["section"] == "sharing" and "psnr" in row]
+    if not rows:
+        return
+    lines = []
+    for row in rows:
+        gain = "-"
+        if "psnr_gain" in row:
+            gain = f"{row['psnr_gain']:+.2f} ± {row['psnr_gain_ci95']:.2f}"
+        name = ORIGINAL if row["variant"] == "original" else row["variant"]
+        if row["settings"].get("use_rand") is False:
+            name += ", not random"
+        layers = "everything, levels 1-4" if row["layers"] == "all" else "self-attention, level 1"
+        lines.append(
+            [f"{row['ratio']:g}", layers, name, f"{row['psnr']:.2f}", f"{row['ssim']:.3f}", gain]
+        )
+    header = ["ratio", "merged", "matching", "PSNR", "SSIM", "PSNR to 0.1.3's, image by image"]
+    words = f"""
+Images of the embedded model (not Stable Diffusion), {rows[0]["images"]} held-out captions at
+{rows[0]["height"]} px, {rows[0]["steps"]} steps, against the unmerged image of the same seed; ± is
+the 95 % interval. *block*, *run*, *level*: a plan is used in one block, in all that follow each
+other at a level, or in all of a level. *Kept*: for some steps, or for the image. *Tiles*: the grid
+is searched in so many parts; *ranked by tile*: each part removes the same share. 8x8 tiles here are
+windows of 8x8 tokens, which became the default for ratios up to two thirds of the cap; sharing
+plans costs quality, and is left to those who ask for it."""
+    part = f"## What cheaper matching does to the images\n\n{words.strip()}\n"
+    document.parts += [part, markdown(header, lines) + "\n", f"{versions(rows)}.\n"]
+
+
 def build(document: Document) -> str:
     eight_settings(
         document,
@@ -345,18 +383,23 @@ def build(document: Document) -> str:
         "batches",
         "Resolution and batch size",
         "Stable Diffusion 1.5, fused attention, default settings, r = 0.5: milliseconds per step, "
-        "and how many times as fast as unpatched.",
+        "and how many times as fast as unpatched. Where the host is the bottleneck (few images, "
+        "small sizes), times vary by a tenth and more from run to run, and merging is left out; "
+        "what is left of a patch then costs about 3 % here. (The rows from 768 px with 4 images on are "
+        "from before that rule was made stricter: 1024 px with one image is now left alone too.)",
     )
     by_batch(
         document,
         "sdxl",
         "Stable Diffusion XL at default settings",
         "There is no attention at full resolution, and merging can hardly pay: by default, it is "
-        "left out where it does not. Milliseconds per step.",
+        "left out where it does not, as with one image in eager mode, where the host is the "
+        "bottleneck. Milliseconds per step.",
     )
     pipelines(document)
     memory(document)
     matching(document)
+    sharing(document)
     cpu(document)
     return document.text()
 

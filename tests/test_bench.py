@@ -137,7 +137,8 @@ def test_random_weights_are_the_same_each_time_and_leave_the_generator_alone(dty
 def test_variants_differ_where_they_should(original: str) -> None:
     subject = load_subject("sd15", device="cpu")
     base, ours, kept, _, free = (step_of(subject, v) for v in all_variants(original))
-    assert torch.equal(ours, kept)  # at the first step, the plan is new in both
+    level = step_of(subject, Variant("tomesd", replace(ALWAYS, share="level")))
+    assert torch.equal(level, kept)  # at the first step, the plan is new in both
     assert not torch.allclose(base, ours)
     assert not torch.allclose(base, free)
     assert not torch.allclose(ours, free)
@@ -481,9 +482,9 @@ def test_the_document_tells_what_the_rows_say(update_performance, tmp_path: Path
     where = ["--results", str(results), "--docs", str(docs)]
     update_performance.main(where)
     text = (docs / "performance.md").read_text()
-    cells = ["a setting", "40.0", "41.0", "30.0", "31.0", "-", "OOM", "90 %", "-", "-", "-10 %"]
+    cells = ["a setting", "40.0", "41.0", "30.0", "31.0", "OOM", "-", "90 %", "-", "-", "-10 %"]
     assert "| " + " | ".join(cells) + " |" in text
-    assert "| 4,096 | 0.41 | - | 4.1 | 1,000 | - | 1,000 |" in text
+    assert "| 4,096 | 0.41 | - | - | 4.1 | 1,000 | - | - | 1,000 |" in text
     assert "a GPU: auto, torch 9.9, commit abc, 2025-01-01." in text
     assert "eager mode" not in text  # no rows, no section
     figures = docs / "figures" / "performance"

@@ -1,6 +1,6 @@
 """The Triton kernels against the reference, on a CPU, through Triton's interpreter.
 
-It multiplies and rounds bfloat16 wrongly; benchmarks/check_gpu.py tests that too, on a GPU.
+It multiplies and rounds bfloat16 wrongly; benchmarks/gpu.py compares with the reference on a GPU.
 """
 
 import os

@@ -83,4 +83,4 @@ def save_sheet(
             for row, text in enumerate(lines):
                 draw.text((x + 2, y + side + 1 + row * line), text, fill="black")
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, optimize=True)
+    sheet.save(path, optimize=True, quality=85)  # PNG knows no quality

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tomesd.plan import MergePlan
 from tomesd.kernels import Cells, draw_key, draw_offsets
+from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite
 
 SIDE, CELL, RATIO = 16, 2, 0.5

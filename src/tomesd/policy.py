@@ -11,7 +11,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -71,6 +71,8 @@ class Patch:
     """Whether a model around the blocks notes image size and timestep."""
     planner: Planner = shared_plan
     kept: KeptPlans = field(default_factory=KeptPlans)
+    decisions: dict[Any, bool] = field(default_factory=dict)
+    """Where merging pays, by shape: found out once."""
     warned: set[str] = field(default_factory=set)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     """By which functions find it that are constant to the compiler, and take constants alone."""
@@ -146,7 +148,7 @@ class Frame:
             remove = _cells(settings, *grid).removable(settings.ratio)
         visit = Visit(grid, blocks, remove)
         call.visits.append(visit)
-        return replace(self, grid=grid, visit=visit)
+        return Frame(self.patch, call, settings, grid, visit)
 
     @property
     def remove(self) -> int:
@@ -166,20 +168,19 @@ class Frame:
 
     def _pays(self, visit: Visit, x: Tensor) -> bool:
         settings = self.settings
-        return merging_pays(
-            Device.of(x.device, compiled=_is_replayed(x)),
-            batch=x.shape[0],
-            channels=x.shape[2],
-            cells=_cells(settings, *visit.grid),
-            remove=visit.remove,
-            merges=settings.merges,
-            uses=1 if settings.share == "block" else visit.blocks,
-            item_size=x.element_size(),
-        )
+        replayed = _is_replayed(x)
+        if torch.compiler.is_compiling():
+            return _pays(settings, visit.grid, visit.remove, visit.blocks, x, replayed)
+        known = self.patch.decisions
+        key = (visit.grid, visit.blocks, x.shape, x.dtype, x.device, replayed, settings)
+        if key not in known:
+            known[key] = _pays(settings, visit.grid, visit.remove, visit.blocks, x, replayed)
+        return known[key]
 
     def with_plan(self, x: Tensor) -> "Frame":
         """The frame inside a block with input `x` `[B, N, C]`, where there are tokens to remove."""
-        return replace(self, plan=self.patch.planner(self, x))
+        plan = self.patch.planner(self, x)
+        return Frame(self.patch, self.call, self.settings, self.grid, self.visit, plan)
 
     def make_plan(self, x: Tensor) -> MergePlan:
         assert self.visit is not None
@@ -223,6 +224,26 @@ class Frame:
         size = self.call.size
         level = max(-(-size[0] // cells.h), -(-size[1] // cells.w))
         return kernels.draw_key(self.settings.seed, level)
+
+
+def _pays(
+    settings: Settings,
+    grid: tuple[int, int],
+    remove: int,
+    blocks: int,
+    x: Tensor,
+    replayed: bool,
+) -> bool:
+    return merging_pays(
+        Device.of(x.device, compiled=replayed),
+        batch=x.shape[0],
+        channels=x.shape[2],
+        cells=_cells(settings, *grid),
+        remove=remove,
+        merges=settings.merges,
+        uses=1 if settings.share == "block" else blocks,
+        item_size=x.element_size(),
+    )
 
 
 def _is_replayed(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..generation.sampling import _process_peak
+from ..generation.sampling import process_peak
 from .calls import Call
 from .rows import OUT_OF_MEMORY
 
@@ -141,7 +141,7 @@ class MemoryProbe:
         The call should be warm: tuning and loading kernels takes memory of its own, once.
         """
         if self._device.type != "cuda":
-            with _process_peak() as peak:
+            with process_peak() as peak:
                 call()
             return peak[0] / 2**20
         torch.cuda.synchronize(self._device)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ..generation.loading import (
-    _device,
-    _dtype,
-    _quiet_diffusers,
-    _set_attention,
     denoiser,
     load_pipeline,
+    pick_device,
+    pick_dtype,
+    quiet_diffusers,
+    set_attention,
 )
 
 __all__ = ["ARCHITECTURES", "Subject", "load_subject", "shared_copy"]
@@ -105,11 +105,11 @@ def load_subject(
     seed: int = 0,
 ) -> Subject:
     """A model by the name of an architecture, or as `load_pipeline` takes it."""
-    place = _device(device)
-    numbers = _dtype(dtype, place)
+    place = pick_device(device)
+    numbers = pick_dtype(dtype, place)
     if name in ARCHITECTURES:
         pipe = _random_pipeline(name, place, numbers, seed)
-        _set_attention(pipe, attention)
+        set_attention(pipe, attention)
     else:
         pipe = load_pipeline(name, device=device, dtype=dtype, attention=attention)  # type: ignore[arg-type]
     pipe.set_progress_bar_config(disable=True)
@@ -118,7 +118,7 @@ def load_subject(
 
 
 def _random_pipeline(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    diffusers = _quiet_diffusers()
+    diffusers = quiet_diffusers()
     large = name == "sdxl"
     unet = _random_model(diffusers.UNet2DConditionModel, ARCHITECTURES[name], device, dtype, seed)
     vae_config = {**_VAE, "scaling_factor": 0.13025 if large else 0.18215, "force_upcast": large}

@@ -22,7 +22,7 @@ from ..bench import (
 from ..bench.plots import plot_rows
 from ..bench.rows import Row
 from ..bench.tables import HEADER, failures, markdown, result_table, split_common, versions
-from ..generation.loading import DEMO_MODEL, Dtype, _device
+from ..generation.loading import DEMO_MODEL, Dtype, pick_device
 from ..settings import Settings
 from .options import MergeOptions
 from .progress import progress_bar, shorten
@@ -96,7 +96,7 @@ class Bench:
 
     def run(self, console: Console) -> None:
         cases = self._cases(self.merge.checked())
-        device = _device(self.device)
+        device = pick_device(self.device)
         effort = Effort(seconds=self.seconds, min_repeats=3)
         file = RowFile(self.out / "rows.jsonl", device, resume=self.resume)
         total = sum(len(case.variants) * (1 + effort.min_repeats) for case in cases)

@@ -15,7 +15,9 @@ from ..settings import MergeWarning
 from .bench import Bench
 from .demo import Demo
 from .describe import Describe
+from .eval import Eval
 from .generate import Generate
+from .report import Report
 from .show import Show
 
 __all__ = ["run"]
@@ -26,6 +28,8 @@ _COMMANDS: Any = (
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Describe, tyro.conf.subcommand("describe")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
 )
 
 

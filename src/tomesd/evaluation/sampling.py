@@ -15,7 +15,7 @@ import tomesd
 
 from ..generation import save_image
 from ..generation.loading import denoiser
-from ..generation.sampling import _checked_size, _measured
+from ..generation.sampling import checked_size, measured
 from .processes import Processes
 from .progress import Progress
 from .prompts import Item
@@ -58,7 +58,7 @@ def sample_batch(
         options["negative_prompt"] = [sampling.negative_prompt] * len(items)
     if on_step is not None:
         options["callback_on_step_end"] = _callback(on_step)
-    with torch.no_grad(), _measured(denoiser(pipe).device) as cost:
+    with torch.no_grad(), measured(denoiser(pipe).device) as cost:
         output = pipe([item.prompt for item in items], **options)
     flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(items)
     return Batch(tuple(output.images), cost["seconds"], cost["peak_mib"], tuple(map(bool, flagged)))
@@ -91,7 +91,7 @@ def define(
         size: width and height; the model's own if None.
         sampling: other fields of `Sampling`.
     """
-    width, height = _checked_size(pipe, size)
+    width, height = checked_size(pipe, size)
     chosen = Sampling(width, height, **sampling)
     for name, value in (("steps", chosen.steps), ("batch", batch)):
         if value < 1:

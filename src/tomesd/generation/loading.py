@@ -48,8 +48,8 @@ def load_pipeline(
     Raises:
         LoadError: in one line, what could not be done.
     """
-    place = _device(device)
-    numbers = _dtype(dtype, place)
+    place = pick_device(device)
+    numbers = pick_dtype(dtype, place)
     pipe = _load(str(model), None if config is None else Path(config), numbers)
     pipe.set_progress_bar_config(disable=True)
     if offload == "none":
@@ -60,7 +60,7 @@ def load_pipeline(
         pipe.enable_model_cpu_offload(device=place)
     else:
         pipe.enable_sequential_cpu_offload(device=place)
-    _set_attention(pipe, attention)
+    set_attention(pipe, attention)
     if compile:
         denoiser(pipe).compile()
     return pipe
@@ -74,7 +74,7 @@ def denoiser(pipe: Any) -> Any:
     raise LoadError(f"{type(pipe).__name__} has neither a unet nor a transformer")
 
 
-def _device(device: str) -> torch.device:
+def pick_device(device: str) -> torch.device:
     if device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -87,13 +87,13 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _dtype(dtype: str, device: torch.device) -> torch.dtype:
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.float16
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[dtype]
 
 
-def _quiet_diffusers() -> Any:
+def quiet_diffusers() -> Any:
     """diffusers, without its and transformers' progress bars and advice."""
     try:
         import diffusers
@@ -107,7 +107,7 @@ def _quiet_diffusers() -> Any:
 
 
 def _load(model: str, config: Path | None, dtype: torch.dtype) -> Any:
-    diffusers = _quiet_diffusers()
+    diffusers = quiet_diffusers()
     path = _demo_path() if model == DEMO_MODEL else Path(model)
     if path.suffix in (".safetensors", ".ckpt") or path.is_file():
         return _load_single_file(path, config, dtype)
@@ -154,7 +154,7 @@ def _load_single_file(path: Path, config: Path | None, dtype: torch.dtype) -> An
 
 def _guessed_class(path: Path) -> Any:
     """The pipeline class that the names of the weights speak for."""
-    diffusers = _quiet_diffusers()
+    diffusers = quiet_diffusers()
     from diffusers.loaders.single_file_utils import (
         infer_diffusers_model_type,
         load_single_file_checkpoint,
@@ -176,7 +176,7 @@ def _configured_class(config: Path) -> Any:
         name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     except (ValueError, KeyError, TypeError) as error:
         raise LoadError(f"config={str(config)!r}: model_index.json names no pipeline") from error
-    found = getattr(_quiet_diffusers(), str(name), None)
+    found = getattr(quiet_diffusers(), str(name), None)
     if not hasattr(found, "from_single_file"):
         raise LoadError(f"config={str(config)!r}: {name} cannot be loaded from a single file")
     return found
@@ -206,7 +206,7 @@ def _demo_path() -> Path:
     return Path(tomesd_demo_model.path())
 
 
-def _set_attention(pipe: Any, attention: str) -> None:
+def set_attention(pipe: Any, attention: str) -> None:
     model = denoiser(pipe)
     try:
         if attention in ("eager", "sdpa"):

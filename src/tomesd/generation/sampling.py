@@ -60,14 +60,14 @@ def sample(
     device = denoiser(pipe).device
     if steps < 1:
         raise ValueError(f"steps={steps}: must be at least 1")
-    width, height = _checked_size(pipe, size)
+    width, height = checked_size(pipe, size)
     options: dict[str, Any] = {"height": height, "width": width, "guidance_scale": guidance}
     if "negative_prompt" in inspect.signature(pipe.__call__).parameters:
         options["negative_prompt"] = negative_prompt
     clock = [time.perf_counter()]
     options["callback_on_step_end"] = _callback(clock, device, on_step)
     merging = nullcontext() if settings is None else tomesd.patched(pipe, **asdict(settings))
-    with merging, _measured(device) as cost:
+    with merging, measured(device) as cost:
         image = pipe(
             prompt,
             num_inference_steps=steps,
@@ -106,7 +106,7 @@ def save_image(image: Image.Image, path: Path, metadata: dict[str, Any] | None =
         part.unlink(missing_ok=True)
 
 
-def _checked_size(pipe: Any, size: tuple[int, int] | None) -> tuple[int, int]:
+def checked_size(pipe: Any, size: tuple[int, int] | None) -> tuple[int, int]:
     scale = getattr(pipe, "vae_scale_factor", 8)
     if size is None:
         side = denoiser(pipe).config.sample_size
@@ -137,10 +137,10 @@ def _callback(
 
 
 @contextmanager
-def _measured(device: torch.device) -> Iterator[dict[str, float]]:
+def measured(device: torch.device) -> Iterator[dict[str, float]]:
     """Seconds and peak memory of the block, filled in when it ends."""
     cost: dict[str, float] = {}
-    with _gpu_peak(device) if device.type == "cuda" else _process_peak() as peak:
+    with _gpu_peak(device) if device.type == "cuda" else process_peak() as peak:
         start = time.perf_counter()
         yield cost
         if device.type == "cuda":
@@ -159,7 +159,7 @@ def _gpu_peak(device: torch.device) -> Iterator[list[float]]:
 
 
 @contextmanager
-def _process_peak() -> Iterator[list[float]]:
+def process_peak() -> Iterator[list[float]]:
     """Peak of the process's resident memory, looked at every few milliseconds."""
     _return_free_memory()
     process, done = psutil.Process(), threading.Event()

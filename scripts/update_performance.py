@@ -193,7 +193,7 @@ from 10 to 60 %. Time of the UNet for {STEPS} steps, and memory, both per image,
 unpatched model; in brackets, how many times as fast, and how much of its memory. At 10 %, merging
 would cost more time than it saves, so this library leaves the model alone, and its memory too.
 Ratios below 50 % are rounded down to whole tokens of an 8x8 window, and diffusers' own block keeps
-a tensor alive that the original's copy of it does not: hence a little more memory than with 0.1.3."""
+a tensor alive that the original's copy of it does not: hence a little more memory than 0.1.3's."""
     document.add("The table of the paper", words, markdown(header, lines), found)
 
 
@@ -385,8 +385,8 @@ def build(document: Document) -> str:
         "Stable Diffusion 1.5, fused attention, default settings, r = 0.5: milliseconds per step, "
         "and how many times as fast as unpatched. Where the host is the bottleneck (few images, "
         "small sizes), times vary by a tenth and more from run to run, and merging is left out; "
-        "what is left of a patch then costs about 3 % here. (The rows from 768 px with 4 images on are "
-        "from before that rule was made stricter: 1024 px with one image is now left alone too.)",
+        "what is left of a patch then costs about 3 % here. (The rows from 768 px with 4 images on "
+        "are from before that rule was made stricter: 1024 px with one image is now left alone too.)",
     )
     by_batch(
         document,

@@ -19,8 +19,7 @@ from torch import Tensor
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 import tomesd
-from tomesd.bench.rows import RowFile
-from tomesd.bench.variants import load_original
+from tomesd.bench import RowFile, load_original
 from tomesd.generation import load_pipeline
 from tomesd.kernels import Cells, reference, use_triton
 from tomesd.kernels.reference import members

@@ -341,7 +341,8 @@ def test_a_variant_that_fits_only_alone_is_measured_alone(monkeypatch) -> None:
 def test_a_variant_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None:
     package = tmp_path / "tomesd"
     package.mkdir()
-    (package / "__init__.py").write_text(
+    (package / "__init__.py").write_text("from .patch import apply_patch\n")
+    (package / "patch.py").write_text(
         "def apply_patch(model, **options):\n    raise IndexError('too old\\nfor this')\n"
     )
     subject = load_subject("sd15", device="cpu")

@@ -255,6 +255,15 @@ def test_the_window_follows_the_ratio_unless_it_is_given(options: dict, window: 
     assert tomesd.Settings(**options).search == window
 
 
+def test_the_kernels_merge_a_whole_model_as_the_reference_does() -> None:
+    outputs = []
+    for backend in ("triton", "reference"):
+        model = tomesd.apply_patch(SD1.build(), 0.5, merge_mlp=True, backend=backend)
+        outputs.append(run(model))
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(outputs[0], run(SD1.build()))
+
+
 def test_a_window_keeps_groups_together() -> None:
     model = tomesd.apply_patch(SD1.build(), 0.5, window=4)
     patch = patch_of(model)
@@ -291,7 +300,10 @@ def test_bad_options_are_named(option: dict, message: str) -> None:
         tomesd.apply_patch(SD1.build(), 0.5, **option)
 
 
-def test_a_backend_that_cannot_serve_raises_when_the_model_runs() -> None:
+def test_a_backend_that_cannot_serve_raises_when_the_model_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
     model = tomesd.apply_patch(SD1.build(), 0.5, backend="triton")
     with pytest.raises(RuntimeError, match=r'backend="triton" cannot be used here: .* on cpu'):
         run(model)

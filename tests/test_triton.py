@@ -3,10 +3,6 @@
 It multiplies and rounds bfloat16 wrongly; benchmarks/gpu.py compares with the reference on a GPU.
 """
 
-import os
-from collections.abc import Iterator
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,19 +12,9 @@ from torch import Tensor
 
 from tomesd import kernels
 from tomesd.kernels import Cells, draw_key, draw_offsets, reference
+from tomesd.kernels import triton as fast
 from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite
-
-interpreted = mock.patch.dict(os.environ, TRITON_INTERPRET="1")
-with interpreted:  # Triton looks at it when the kernels are imported
-    from tomesd.kernels import triton as fast
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    """Only for these tests: others in the same process are not to use the interpreter."""
-    with interpreted:
-        yield
 
 
 def both(metric: Tensor, cells: Cells, remove: int, **where: object) -> list[MergePlan]:

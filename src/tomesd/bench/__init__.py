@@ -7,13 +7,14 @@
 Needs the extra `cli`.
 """
 
+from ..generation.original import load_original
 from .measure import Effort
 from .models import ARCHITECTURES, Subject, load_subject
 from .modes import MODES
 from .rows import RowFile, read_rows
 from .run import Case, Prepared, Subjects, measure_case, prepare, run_cases
 from .tables import comparisons, recovered
-from .variants import Variant, load_original
+from .variants import Variant
 
 __all__ = [
     "ARCHITECTURES",

@@ -1,16 +1,13 @@
 """What is compared: the model as it is, this library, the original, and the bound."""
 
-import importlib.util
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..api import apply_patch
+from ..generation.original import load_original
 from ..hosts import find_targets
 from ..patch import patch_of
 from ..policy import Frame
@@ -23,7 +20,6 @@ UNPATCHED, OURS, ORIGINAL, FREE = "unpatched", "tomesd", "original", "free"
 # A plan that is used longer is taken to be kept for the whole image.
 _LONGEST_PERIOD = 16
 
-_ORIGINAL_MODULE = "tomesd_original"
 _ORIGINAL_OPTIONS = (
     "ratio",
     "max_downsample",
@@ -87,29 +83,6 @@ class Variant:
         if self.kind != OURS or settings is None or settings.share != "steps":
             return 1
         return settings.refresh if settings.refresh <= _LONGEST_PERIOD else 1
-
-
-def load_original(folder: str | Path) -> ModuleType:
-    """The original library out of `folder`, beside this one and under another name."""
-    path = Path(folder) / "tomesd"
-    if not (path / "__init__.py").is_file():
-        raise ValueError(f"original={str(folder)!r}: there is no package tomesd in this folder")
-    loaded = sys.modules.get(_ORIGINAL_MODULE)
-    if loaded is not None and Path(str(loaded.__file__)).parent == path:
-        return loaded
-    for name in [name for name in sys.modules if name.split(".")[0] == _ORIGINAL_MODULE]:
-        del sys.modules[name]  # of another folder
-    spec = importlib.util.spec_from_file_location(
-        _ORIGINAL_MODULE, path / "__init__.py", submodule_search_locations=[str(path)]
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_ORIGINAL_MODULE] = module  # its parts find each other by this name
-    spec.loader.exec_module(module)
-    if not hasattr(module, "apply_patch"):
-        del sys.modules[_ORIGINAL_MODULE]
-        raise ValueError(f"original={str(folder)!r}: this tomesd has no apply_patch")
-    return module
 
 
 def _finest_level(model: nn.Module) -> int:

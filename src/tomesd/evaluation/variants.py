@@ -1,16 +1,13 @@
 """The rows of an evaluation: no merging, a grid of settings, and tomesd 0.1.3 to compare with."""
 
 import hashlib
-import importlib.util
 import inspect
 import itertools
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -19,6 +16,7 @@ import torch
 import tomesd
 
 from ..generation.loading import denoiser
+from ..generation.original import load_original
 from ..settings import Settings
 
 __all__ = ["UNMERGED", "Variant", "load_original", "make_variants", "parse_vary", "patched_with"]
@@ -154,26 +152,6 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
                 f"{name}={value!r}: an evaluation is written down, and this cannot be"
             ) from error
     return dict(json.loads(json.dumps(settings)))
-
-
-def load_original(folder: Path) -> ModuleType:
-    """tomesd 0.1.3 under another name, from its folder or the one that holds it."""
-    package = folder if (folder / "patch.py").is_file() else folder / "tomesd"
-    if not (package / "patch.py").is_file():
-        raise ValueError(f"original={str(folder)!r}: there is no tomesd 0.1.3 in it")
-    name = "tomesd_original"
-    spec = importlib.util.spec_from_file_location(
-        name, package / "__init__.py", submodule_search_locations=[str(package)]
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 @contextmanager

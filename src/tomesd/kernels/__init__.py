@@ -39,7 +39,8 @@ def use_triton(backend: str, x: Tensor) -> bool:
     Raises:
         RuntimeError: `backend` is "triton", and they cannot.
     """
-    if backend == "reference":
+    # The interpreter, which runs the kernels on a CPU, is for those who ask for it: it is slow.
+    if backend == "reference" or (backend == "auto" and x.device.type == "cpu"):
         return False
     reason = _why_no_triton(x.device.type, x.dtype)
     if reason and backend == "triton":

@@ -385,8 +385,9 @@ def build(document: Document) -> str:
         "Stable Diffusion 1.5, fused attention, default settings, r = 0.5: milliseconds per step, "
         "and how many times as fast as unpatched. Where the host is the bottleneck (few images, "
         "small sizes), times vary by a tenth and more from run to run, and merging is left out; "
-        "what is left of a patch then costs about 3 % here. (The rows from 768 px with 4 images on "
-        "are from before that rule was made stricter: 1024 px with one image is now left alone.)",
+        "what is left of a patch then still costs something, as the rows show. (The rows from 768 "
+        "px with 4 images on are from before that rule was made stricter: 1024 px with one image is "
+        "now left alone.)",
     )
     by_batch(
         document,

@@ -21,8 +21,7 @@ Row = dict[str, Any]
 OUT_OF_MEMORY = "OOM"
 """The error of a row whose variant needed more memory than there is."""
 
-# What tells one measurement from another. The rest of a row is its result, and where it was made.
-IDENTITY = (
+SETTING = (
     "section",
     "setting",
     "model",
@@ -34,10 +33,11 @@ IDENTITY = (
     "dtype",
     "attention",
     "mode",
-    "variant",
-    "label",
-    "settings",
 )
+"""What is measured. Rows of one run that agree in these can be compared."""
+
+# What tells one measurement from another. The rest of a row is its result, and where it was made.
+IDENTITY = (*SETTING, "variant", "label", "settings")
 
 
 def environment(device: torch.device) -> Row:

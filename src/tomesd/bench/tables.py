@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .rows import OUT_OF_MEMORY, Row
+from .rows import OUT_OF_MEMORY, SETTING, Row
 from .variants import FREE, UNPATCHED
 
 __all__ = [
@@ -21,22 +21,6 @@ __all__ = [
     "times",
     "versions",
 ]
-
-# Rows that agree in these were measured together and can be compared.
-SETTING = (
-    "run",
-    "section",
-    "setting",
-    "model",
-    "what",
-    "steps",
-    "height",
-    "width",
-    "images",
-    "dtype",
-    "attention",
-    "mode",
-)
 
 
 def recovered(base: float, ours: float, free: float) -> float | None:
@@ -92,7 +76,7 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
     """Rows grouped by run and setting, in the order of their first row."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        groups.setdefault(tuple(row.get(name) for name in SETTING), []).append(row)
+        groups.setdefault(tuple(row.get(name) for name in ("run", *SETTING)), []).append(row)
     return [Comparison(group) for group in groups.values()]
 
 

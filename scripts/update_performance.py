@@ -382,12 +382,12 @@ def build(document: Document) -> str:
         document,
         "batches",
         "Resolution and batch size",
-        "Stable Diffusion 1.5, fused attention, default settings, r = 0.5: milliseconds per step, "
-        "and how many times as fast as unpatched. Where the host is the bottleneck (few images, "
-        "small sizes), times vary by a tenth and more from run to run, and merging is left out; "
-        "what is left of a patch then still costs something, as the rows show. (The rows from 768 "
-        "px with 4 images on are from before that rule was made stricter: 1024 px with one image is "
-        "now left alone.)",
+        "Stable Diffusion 1.5, fused attention, default settings, r = 0.5: milliseconds per "
+        "step, and how many times as fast as unpatched. Where the host is the bottleneck (few "
+        "images, small sizes), times vary by a tenth and more from run to run, and merging is "
+        "left out; what is left of a patch then still costs something, as the rows show. (The "
+        "rows from 768 px with 4 images on are from before that rule was made stricter: 1024 "
+        "px with one image is now left alone.)",
     )
     by_batch(
         document,

@@ -193,7 +193,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--settings", type=int, nargs="+", default=[2, 3, 5, 6], help="1 to 8")
     parser.add_argument("--modes", nargs="+", default=["compile", "compile-max-autotune"])
     parser.add_argument(
-        "--variants", nargs="+", default=["unpatched", "original", "plan kept", "plan every block"]
+        "--variants",
+        nargs="+",
+        default=["unpatched", "original", "plan kept", "plan every block", "whole stacks"],
     )
     parser.add_argument("--jobs", type=int, default=16, help="processes that compile at a time")
     parser.add_argument("--threads", type=int, default=2, help="compile threads per process")

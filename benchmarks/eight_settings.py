@@ -59,6 +59,8 @@ def variants(merge: Settings, mode: str, original: str | None) -> tuple[Variant,
         Variant("tomesd", replace(merge, share="level"), "plan every step"),
         Variant("tomesd", merge, "plan every block"),
     ]
+    if merge.merge_mlp:
+        found.append(Variant("tomesd", replace(merge, target="stack"), "whole stacks"))
     return tuple(found)
 
 

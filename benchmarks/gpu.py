@@ -17,6 +17,7 @@ from pathlib import Path
 import matching
 import torch
 from eight_settings import SETTINGS, make_case
+from gpu_checks import CheckError, check_kernels
 
 from tomesd import Settings
 from tomesd.bench import Case, Effort, RowFile, Subjects, Variant, measure_case
@@ -130,6 +131,7 @@ SECTIONS = {
 @torch.no_grad()
 def check(subjects: Subjects, device: str) -> None:
     """Stops the run if the fast kernels do something else than the reference."""
+    check_kernels(torch.device(device))
     small = Case("sd15", 512, 512, (), device=device, dtype="float16", attention="sdpa")
     subject = subjects.get(small)
     always = replace(DEFAULT, when="always", max_downsample=2, merge_mlp=True)
@@ -143,14 +145,14 @@ def check(subjects: Subjects, device: str) -> None:
         Variant("tomesd", settings).apply(model)
         outputs[name] = make_call(subject, model, "step", (512, 512), 1, 1)()[0].float()
         if not torch.isfinite(outputs[name]).all():
-            raise SystemExit(f"check: the output of {name} is not finite")
+            raise CheckError(f"check failed: the output of {name} is not finite")
     reference = outputs["reference"]
     error = (outputs["auto"] - reference).norm() / reference.norm()
     effect = (outputs["unpatched"] - reference).norm() / reference.norm()
     print(f"check: fast kernels to reference {error:.2e}, unmerged to merged {effect:.2e}")
     # Where two matches are equally good to half precision, either is right.
     if error > 0.5 * effect:
-        raise SystemExit("check: the fast kernels differ too much from the reference")
+        raise CheckError("check failed: the fast kernels differ too much from the reference")
 
 
 def run_section(

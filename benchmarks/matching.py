@@ -16,6 +16,7 @@ from tomesd.bench import Effort, load_original
 from tomesd.bench.measure import MemoryProbe, attempt, free_memory, take_turns, time_calls
 from tomesd.bench.modes import Graph
 from tomesd.bench.rows import Row
+from tomesd.planning import make_plan, shared_plan
 from tomesd.policy import Call, Frame, Patch
 
 SIDES = (32, 48, 64, 96, 128, 192, 256)
@@ -35,7 +36,8 @@ class Matching:
 
 def ours(settings: Settings, side: int, x: Tensor) -> Any:
     call = Call((side, side), torch.zeros((), device=x.device))
-    return Frame(Patch(settings, rooted=True), call, settings).at_grid((side, side), 1).make_plan(x)
+    frame = Frame(Patch(settings, True, shared_plan), call, settings).at_grid((side, side), 1)
+    return make_plan(frame, x, frame.remove)
 
 
 def original(folder: str, side: int, x: Tensor) -> Any:

@@ -25,6 +25,7 @@ from tomesd.kernels import Cells, reference, use_triton
 from tomesd.kernels.reference import members
 from tomesd.patch import patch_of
 from tomesd.plan import MergePlan
+from tomesd.planning import make_plan
 from tomesd.policy import Frame
 from tomesd.selectors import bipartite
 
@@ -109,7 +110,7 @@ class Way:
         kept: dict[Any, tuple[MergePlan, int, float]] = {}
         seen: dict[str, Any] = {"call": None}
 
-        def plan(frame: Frame, x: Tensor) -> MergePlan:
+        def plan(frame: Frame, x: Tensor, remove: int) -> MergePlan:
             if seen["call"] is not frame.call:
                 seen.update(call=frame.call, blocks=0, runs=0, grid=None, made={})
             seen["blocks"] += 1
@@ -128,7 +129,7 @@ class Way:
                     (
                         local_plan(frame, metric, self.tiles, self.ranked)
                         if self.tiles > 1
-                        else frame.make_plan(metric)
+                        else make_plan(frame, metric, remove)
                     ),
                     0,
                 )

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from zoo_diffusers import HOSTS, call, make_sd_pipeline
 
 import tomesd
-from tomesd import kernels, policy
+from tomesd import kernels, planning, policy
 from tomesd.cost import Device, merging_pays
 from tomesd.kernels import Cells
 from tomesd.patch import patch_of
@@ -144,7 +144,7 @@ def test_nothing_is_kept_where_a_backward_pass_may_need_it() -> None:
 def test_describe_keeps_nothing(matchings: list) -> None:
     model = tomesd.apply_patch(SD1.build(), 0.5, share="steps")
     tomesd.describe(model, 128, 128)
-    assert not vars(patch_of(model).kept)
+    assert not vars(patch_of(model).kept.local)
     run(model)
     assert len(matchings) == 1
 
@@ -193,10 +193,9 @@ class TestBreakEven:
     def pays(self, device: Device, side: int, remove: float = 0.5, **more: Any) -> bool:
         cells = Cells.of(side, side, 2, 2)
         options = {"batch": 2, "channels": 320, "uses": 1, "item_size": 2} | more
-        merges = options.pop("merges", {"attn": True, "crossattn": False, "mlp": False})
-        return merging_pays(
-            device, cells=cells, remove=cells.removable(remove), merges=merges, **options
-        )
+        options = {"target": "attn", "blocks": 1} | options
+        removes = {options.pop("kinds", ("attn",)): cells.removable(remove)}
+        return merging_pays(device, cells=cells, removes=removes, **options)
 
     def test_what_takes_shorter_than_a_launch_does_not_pay(self) -> None:
         assert not self.pays(self.SLOW_LAUNCH, 16)
@@ -209,10 +208,10 @@ class TestBreakEven:
             )
 
         plain = smallest()
-        everything = {"attn": True, "crossattn": True, "mlp": True}
+        everything = ("attn", "crossattn", "mlp")
         assert smallest(batch=16) < plain
         assert smallest(uses=10) < plain
-        assert smallest(channels=1280, merges=everything) < smallest(merges=everything)
+        assert smallest(channels=1280, kinds=everything) < smallest(kinds=everything)
         assert smallest(remove=0.75) <= plain <= smallest(remove=0.25)
 
     def test_the_host_counts_unless_a_graph_is_replayed(self) -> None:
@@ -269,8 +268,8 @@ def test_a_window_keeps_groups_together() -> None:
     patch = patch_of(model)
     plans = []
 
-    def record(frame: policy.Frame, x: torch.Tensor) -> Any:
-        plans.append(policy.shared_plan(frame, x))
+    def record(frame: policy.Frame, x: torch.Tensor, remove: int) -> Any:
+        plans.append(planning.shared_plan(frame, x, remove))
         return plans[-1]
 
     patch.planner = record

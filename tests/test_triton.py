@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tomesd import kernels
 from tomesd.kernels import Cells, draw_key, draw_offsets, reference
-from tomesd.kernels import triton as fast
+from tomesd.kernels import triton_merging as fast
 from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite
 
@@ -196,3 +196,55 @@ def test_a_backend_that_cannot_serve_is_an_error_unless_it_is_automatic():
     with pytest.raises(RuntimeError, match=r'backend="triton".*float64'):
         bipartite(metric, cells, 4, backend="triton")
     assert not bipartite(metric, cells, 4, backend="auto").triton
+
+
+@given(problems(), st.sampled_from([torch.float32, torch.float16]), st.integers(1, 300))
+@settings(max_examples=15, deadline=None)
+def test_slot_restore_adds_to_each_token_what_its_slot_gained(problem, dtype, channels):
+    metric, cells, remove, offsets = problem
+    plan = bipartite(metric, cells, remove, offsets=offsets, backend="reference")
+    batch, n = plan.slot.shape
+    x = torch.randn(batch, n, channels).to(dtype)
+    y, merged = (torch.randn(batch, n - remove, channels).to(dtype) for _ in range(2))
+    exact = torch.empty(batch, n, channels, dtype=torch.float64)
+    for b in range(batch):
+        for token in range(n):
+            m = plan.slot[b, token]
+            exact[b, token] = x[b, token].double() + (y[b, m].double() - merged[b, m].double())
+    errors = []
+    for plan.triton in (True, False):
+        restored = plan.restore(x, y, merged)
+        assert restored.dtype == dtype
+        errors.append((restored.double() - exact).abs().max())
+    assert errors[0] <= 2 * errors[1] + 1e-7
+    assert errors[1] <= 8 * torch.finfo(dtype).eps * exact.abs().max().clamp_min(1)
+
+
+def test_slot_restore_of_mixed_dtypes_and_with_gradients_is_that_of_the_reference():
+    metric = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(0))
+    plan = bipartite(metric, Cells.of(4, 4, 2, 2), 8, backend="triton")
+    x, y, merged = torch.randn(2, 16, 5), torch.randn(2, 8, 5).half(), torch.randn(2, 8, 5).half()
+    assert plan.restore(x, y, merged).dtype == torch.float32
+    y = y.float().requires_grad_()
+    (grad,) = torch.autograd.grad(plan.restore(x, y, merged.float()).sum(), y)
+    torch.testing.assert_close(grad, plan.size.unsqueeze(-1).expand_as(y).float())
+
+
+def test_matching_is_launched_past_the_dispatcher_unless_something_looks_on():
+    """Fake tensors go through the operator that `describe` counts."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    cells, metric = Cells.of(4, 4, 2, 2), torch.randn(2, 16, 4)
+    names: list[str] = []
+    with Seen():
+        bipartite(metric, cells, 8, backend="triton")
+    assert not any("tomesd" in name for name in names)
+    with FakeTensorMode() as mode, Seen():
+        bipartite(mode.from_tensor(metric), cells, 8, backend="triton")
+    assert names.count("tomesd.match_tokens.default") == 1

@@ -1,18 +1,30 @@
 """The verbs of the library: patch a model, and undo it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from torch import nn
 
-from .hosts import find_modules, find_targets
+from .hosts import find_modules, find_noise, find_targets
 from .patch import patch_of, restore, swap
+from .planning import shared_plan
 from .policy import Patch
-from .roles import Layer
-from .settings import Backend, Settings, Share, When
+from .presets import Preset, changed
+from .presets import preset as preset_options
+from .roles import Layer, Projection, Role
+from .settings import (
+    Backend,
+    Metric,
+    Protect,
+    Schedule,
+    Selector,
+    Settings,
+    Share,
+    Target,
+    When,
+)
 
 __all__ = ["apply_patch", "patched", "remove_patch"]
 
@@ -37,6 +49,20 @@ def apply_patch(
     refresh: int = 4,
     when: When = "if_faster",
     backend: Backend = "auto",
+    selector: Selector = "bipartite",
+    metric: Metric = "input",
+    target: Target = "attn",
+    proportional: bool = False,
+    schedule: Schedule = None,
+    ratio_end: float | None = None,
+    start: float = 0.0,
+    end: float = 1.0,
+    tau: float | None = None,
+    level_ratios: Mapping[int, float] | None = None,
+    kind_ratios: Mapping[str, float] | None = None,
+    protect: Protect = None,
+    protect_share: float = 0.1,
+    preset: Preset | None = None,
 ) -> _Model:
     """Makes `model` merge tokens. Patching again replaces the patch before.
 
@@ -44,7 +70,11 @@ def apply_patch(
         model: a diffusers pipeline or model, an ldm model, or a wrapper around one. It is changed
             in place. A pipeline's ControlNet is patched too.
         ratio, max_downsample, sx, sy, use_rand, merge_attn, merge_crossattn, merge_mlp, seed,
-            window, share, refresh, when, backend: see `Settings`.
+            window, share, refresh, when, backend, selector, metric, target, proportional, schedule,
+            ratio_end, start, end, tau, level_ratios, kind_ratios, protect, protect_share: see
+            `Settings`.
+        preset: "quality", "balanced" or "fast": settings that have been measured. Options that are
+            given besides, and differ from their defaults, win over it.
 
     Returns:
         `model` itself.
@@ -69,22 +99,45 @@ def apply_patch(
         refresh=refresh,
         when=when,
         backend=backend,
+        selector=selector,
+        metric=metric,
+        target=target,
+        proportional=proportional,
+        schedule=schedule,
+        ratio_end=ratio_end,
+        start=start,
+        end=end,
+        tau=tau,
+        level_ratios=level_ratios,
+        kind_ratios=kind_ratios,
+        protect=protect,
+        protect_share=protect_share,
     )
+    if preset is not None:
+        settings = Settings(**{**preset_options(preset), **changed(settings)})
     targets = find_targets(model)
+    noise = find_noise(model)
+    noise.check(settings)
     remove_patch(model)
     settings.warn_if_capped()
     try:
-        for target in targets:
-            patch = Patch(settings, target.rooted)
-            for module, role in target.sites:
-                # A wrapper that does nothing still takes time.
-                if not isinstance(role, Layer) or settings.merges[role.kind]:
+        for place in targets:
+            patch = Patch(settings, place.rooted, shared_plan, noise)
+            for module, role in place.sites:
+                if _plays(role, settings):
                     swap(module, role, patch)
     except BaseException:
         remove_patch(model)  # nothing is half applied
         raise
-    _log.info("merging tokens in %s", ", ".join(target.name for target in targets))
+    _log.info("merging tokens in %s", ", ".join(place.name for place in targets))
     return model
+
+
+def _plays(role: Role, settings: Settings) -> bool:
+    """Whether a role is needed: a wrapper that does nothing still takes time."""
+    if isinstance(role, Layer):
+        return role.kind in settings.layers
+    return settings.proportional or not isinstance(role, Projection)
 
 
 def remove_patch(model: _Model) -> _Model:
@@ -104,7 +157,7 @@ def patched(model: _Model, *args: Any, **options: Any) -> Iterator[_Model]:
     finally:
         remove_patch(model)
         if before is not None:
-            apply_patch(model, **asdict(before.settings))
+            apply_patch(model, **vars(before.settings))
 
 
 def _patched_modules(model: Any) -> list[nn.Module]:

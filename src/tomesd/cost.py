@@ -82,6 +82,11 @@ class _Layer:
     per_pair: float
     kernels: int
 
+    def operations(self, queries: int, keys: int, channels: int) -> float:
+        """Floating-point operations on an image. Keys and values are half of the linear layers."""
+        linear = self.per_token * channels * (queries + keys) / 2
+        return channels * (linear + self.per_pair * queries * keys)
+
 
 # Linear layers cost 2 C^2 per token: attention has four, cross-attention two on image tokens, and
 # the feed-forward layer, with its gate, twelve. Kernels are those that diffusers launches.
@@ -109,33 +114,40 @@ def merging_pays(
     batch: int,
     channels: int,
     cells: Cells,
-    remove: int,
-    merges: dict[str, bool],
+    removes: dict[tuple[str, ...], int],
+    target: str,
+    blocks: int,
     uses: int,
     item_size: int,
 ) -> bool:
     """Whether a block is faster with merged tokens.
 
     Args:
-        merges: whether each kind of layer is merged.
+        removes: tokens to remove, by the kinds of layers that have a plan in common.
+        target: of the settings.
+        blocks: that follow each other.
         uses: blocks that share one matching.
         item_size: bytes of a number.
     """
-    tokens, left = cells.tokens, cells.tokens - remove
-    row = batch * channels * item_size
+    tokens = cells.tokens
     if _waits_for_the_host(device, batch * tokens * channels**2):
         return False
+    row = batch * channels * item_size
     saved = 0.0
-    for kind, merged in merges.items():
-        if merged:
-            layer = _LAYERS[kind]
-            full, reduced = (
-                batch * channels * n * (layer.per_token * channels + layer.per_pair * n)
-                for n in (tokens, left)
-            )
-            # Merging reads all tokens and writes those left; restoring does the reverse.
-            moved = 2 * (tokens + left) * row
-            saved += device.time(full, 0, layer.kernels)
-            saved -= device.time(reduced, moved, layer.kernels + 2)
+    kinds = [(kind, remove) for kinds, remove in removes.items() for kind in kinds]
+    for kind, remove in kinds:
+        layer, left = _LAYERS[kind], tokens - remove
+        keys_only = kind == "attn" and target == "kv"
+        reduced = layer.operations(tokens if keys_only else left, left, channels)
+        # Merging reads all tokens and writes those left; restoring does the reverse.
+        kernels = 1 if keys_only else 2
+        moved = kernels * (tokens + left) * row
+        if target in ("block", "stack"):  # once for all layers
+            moved //= len(kinds) * (blocks if target == "stack" else 1)
+            kernels = 0
+        saved += device.time(batch * layer.operations(tokens, tokens, channels), 0, layer.kernels)
+        saved -= device.time(batch * reduced, moved, layer.kernels + kernels)
+    if target == "stack":
+        uses = blocks
     matching = 2.0 * batch * cells.comparisons * channels
-    return saved > device.time(matching, 2 * tokens * row, _MATCH_KERNELS) / uses
+    return saved > len(removes) * device.time(matching, 2 * tokens * row, _MATCH_KERNELS) / uses

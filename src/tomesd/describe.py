@@ -73,9 +73,10 @@ class Part:
             return "not patched"
         if all(level.merged_tokens == level.tokens for level in self.levels):
             return "nothing is merged"
-        kinds = [kind for kind, merged in self.settings.merges.items() if merged]
+        target = self.settings.target
+        kinds = " + ".join(self.settings.kinds if target == "attn" else (target,))
         return (
-            f"{' + '.join(kinds)} merged at ratio {self.settings.ratio:g}, "
+            f"{kinds} merged at ratio {self.settings.ratio:g}, "
             f"{self.saved:.1%} of {self.flops / 1e9:.3g} GFLOPs saved"
         )
 

@@ -1,4 +1,4 @@
-"""MergePlan: an assignment of tokens to slots, with the two operations it defines."""
+"""MergePlan: an assignment of tokens to slots, with the operations it defines."""
 
 from dataclasses import dataclass
 
@@ -58,3 +58,16 @@ class MergePlan:
     def unmerge(self, y: Tensor) -> Tensor:
         """Gives every token what its slot got: `[B, M, C]` to `[B, N, C]`."""
         return kernels.slot_gather(y, self.slot, self.triton)
+
+    def restore(self, x: Tensor, y: Tensor, merged: Tensor) -> Tensor:
+        """Adds to every token what its slot gained: `x + unmerge(y - merged)`, in one pass.
+
+        With `merged = merge(x)` and `y` what a layer with a residual of its own makes of it, tokens
+        keep what tells them apart from the others of their slot.
+
+        Args:
+            x: tokens before merging, `[B, N, C]`.
+            y: slots after the layer, `[B, M, C]`.
+            merged: slots before it, `[B, M, C]`.
+        """
+        return kernels.slot_restore(x, y, merged, self.slot, self.triton)

@@ -6,57 +6,30 @@ calling thread, so threads can share a model, and it can be kept and entered aga
 what gradient checkpointing needs.
 """
 
-import sys
 import threading
 import uuid
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import kernels
 from .cost import Device, merging_pays
+from .kept import Kept
 from .kernels import Cells
 from .plan import MergePlan
-from .selectors.bipartite import bipartite
+from .proportional import Proportion
+from .schedule import Noise, ratio_at
 from .settings import MergeWarning, Settings
 
-__all__ = ["Call", "Frame", "Patch", "Planner", "Visit", "current_frame", "enter_frame"]
+__all__ = ["Call", "Frame", "Patch", "Planner", "Run", "Visit", "current_frame", "enter_frame"]
 
 
-Planner = Callable[["Frame", Tensor], Any]
-"""Makes the plan of a block from its frame and its input `[B, N, C]`."""
-
-
-@dataclass(eq=False)
-class KeptPlan:
-    """A plan that outlives the call it was made in."""
-
-    plan: MergePlan
-    clock: Tensor
-
-
-class KeptPlans(threading.local):
-    """The plans kept by each thread, one attribute for each."""
-
-
-def shared_plan(frame: "Frame", x: Tensor) -> MergePlan:
-    """The plan of a block, made or found as `share` says."""
-    settings, call = frame.settings, frame.call
-    if settings.share == "block":
-        return frame.make_plan(x)
-    for grid, plan in call.plans:
-        if grid == frame.grid and plan.fits(x):
-            return plan
-    # What is kept is written over later, when a backward pass might still need it.
-    keep = settings.share == "steps" and call.timestep is not None and not x.requires_grad
-    plan = frame.keep_plan(x) if keep else frame.make_plan(x)
-    call.plans.append((frame.grid, plan))
-    return plan
+Planner = Callable[["Frame", Tensor, int], Any]
+"""Makes a plan of a block from its frame, its input `[B, N, C]` and the tokens to remove."""
 
 
 _patches: "WeakValueDictionary[str, Patch]" = WeakValueDictionary()
@@ -69,8 +42,9 @@ class Patch:
     settings: Settings
     rooted: bool
     """Whether a model around the blocks notes image size and timestep."""
-    planner: Planner = shared_plan
-    kept: KeptPlans = field(default_factory=KeptPlans)
+    planner: Planner
+    noise: Noise = field(default_factory=Noise)
+    kept: Kept = field(default_factory=Kept)
     decisions: dict[Any, bool] = field(default_factory=dict)
     """Where merging pays, by shape: found out once."""
     warned: set[str] = field(default_factory=set)
@@ -81,10 +55,14 @@ class Patch:
         _patches[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Patch, (self.settings, self.rooted, self.planner)
+        return Patch, (self.settings, self.rooted, self.planner, self.noise)
 
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)
+
+    def ratio_at(self, timestep: Any) -> float:
+        """What the ratio is at a timestep: a number, or a tensor `[]` or `[T]`."""
+        return float(_ratio_at(self.name, timestep))
 
 
 def _warn_once(name: str, message: str) -> None:
@@ -95,8 +73,25 @@ def _warn_once(name: str, message: str) -> None:
 
 
 # Constant to the compiler, so that it runs when the model is traced: compiled models warn too.
-# This is torch.compiler.assume_constant_result, which would import the compiler to set a flag.
+# See kept.py.
 _warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _ratio_at(name: str, timestep: Any) -> str:
+    patch = _patches[name]
+    if isinstance(timestep, Tensor):
+        if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "schedule, start, end, tau: how many tokens are merged depends on the timestep, "
+                "which a CUDA graph cannot read; capture a graph for each ratio"
+            )
+        timestep = timestep.float().mean().item()
+    return repr(ratio_at(float(timestep), patch.settings, patch.noise))
+
+
+# The compiler does not look into it, and compiles what follows for each ratio, which comes as a
+# word because numbers that change would become variables. This is torch.compiler.disable.
+_ratio_at._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -105,12 +100,38 @@ class Visit:
 
     grid: tuple[int, int]
     blocks: int
-    remove: int
-    """Tokens that its blocks remove."""
+    removes: dict[tuple[str, ...], int]
+    """Tokens that its blocks remove, by the kinds of layers that have a plan in common."""
     decided: bool = False
     """Whether the first block has found out if merging pays."""
     too_small: bool = False
     """Whether its blocks would have removed some, but merging does not pay."""
+    number: int = 0
+    """Of the stack in the call."""
+    merging: int = 0
+    """Blocks that have begun to merge."""
+    together: bool = False
+    """Whether its blocks may all work on the same merged tokens."""
+    run: "Run | None" = None
+    """What they are working on then."""
+
+    @property
+    def remove(self) -> int:
+        """The most tokens that any of its layers removes."""
+        return max([0, *self.removes.values()])  # the compiler knows no default
+
+
+@dataclass(eq=False)
+class Run:
+    """Blocks that follow each other and all work on merged tokens."""
+
+    frame: "Frame"
+    """Of the first block."""
+    plan: MergePlan
+    x: Tensor
+    """What came in, `[B, N, C]`."""
+    merged: Tensor
+    """The same merged, `[B, M, C]`."""
 
 
 @dataclass(eq=False)
@@ -120,9 +141,16 @@ class Call:
     size: tuple[int, int]
     """Height and width of the latent."""
     timestep: Tensor | None = None
+    ratio: float | None = None
+    """What the ratio is now, where it changes."""
     visits: list[Visit] = field(default_factory=list)
     plans: list[tuple[Any, MergePlan]] = field(default_factory=list)
-    """Plans made so far, with their grids."""
+    """Plans made so far, with their grids and the tokens they remove."""
+    masks: list[tuple[Any, Tensor]] = field(default_factory=list)
+    """Tokens to protect, by grid."""
+    guided: tuple[Tensor, Tensor] | None = None
+    """Where the prompt made a difference at the step before `[b, h, w]`, and whether that was a
+    step of the same image `[]`."""
 
     @property
     def merged(self) -> bool:
@@ -136,112 +164,104 @@ class Frame:
     settings: Settings
     grid: tuple[int, int] | None = None
     visit: Visit | None = None
-    plan: MergePlan | None = None
+    plans: dict[str, Any] = field(default_factory=dict)
+    """What the layers of a block merge by: kind to plan."""
+    block: nn.Module | None = None
+    """The block that makes the plans."""
+    place: str = ""
+    """Of the block in the model."""
+    proportion: Proportion | None = None
+    """Inside attention, if it is proportional."""
 
     def at_grid(self, grid: tuple[int, int], blocks: int) -> "Frame":
         """The frame inside a stack of blocks that work on h x w tokens."""
+        visit = Visit(grid, blocks, self._removes(grid), number=len(self.call.visits))
+        # Where gradients are wanted, a block may be run again on its own (checkpointing), and must
+        # not depend on what another one has kept.
+        visit.together = self.settings.target == "stack" and not torch.is_grad_enabled()
+        self.call.visits.append(visit)
+        return Frame(self.patch, self.call, self.settings, grid, visit)
+
+    def _removes(self, grid: tuple[int, int]) -> dict[tuple[str, ...], int]:
         call, settings = self.call, self.settings
         # In a UNet, the first attention is the finest.
         finest = call.visits[0].grid if call.visits else grid
-        remove = 0
-        if settings.active and _level_merges(settings.max_downsample, call.size, finest, grid):
-            remove = _cells(settings, *grid).removable(settings.ratio)
-        visit = Visit(grid, blocks, remove)
-        call.visits.append(visit)
-        return Frame(self.patch, call, settings, grid, visit)
+        level = _level(call.size, grid)
+        named = settings.level_ratios is not None and level in settings.level_ratios
+        ratio = settings.ratio if call.ratio is None else call.ratio
+        if not settings.active or not (
+            named or _level_merges(settings.max_downsample, call.size, finest, grid)
+        ):
+            return {}
+        cells = _cells(settings, *grid)
+        # By ratio, because tokens may be symbols to the compiler, which it would have to look up.
+        kinds: dict[float, tuple[str, ...]] = {}
+        for kind in settings.kinds:
+            wanted = settings.ratio_of(kind, level, ratio)
+            kinds[wanted] = (*kinds.get(wanted, ()), kind)
+        removes = {kinds: cells.removable(wanted) for wanted, kinds in kinds.items()}
+        return {kinds: remove for kinds, remove in removes.items() if remove > 0}
 
     @property
     def remove(self) -> int:
-        """Tokens to remove in the blocks on this grid."""
+        """The most tokens to remove in the blocks on this grid."""
         return self.visit.remove if self.visit is not None else 0
 
     def merges(self, x: Tensor) -> bool:
         """Whether to merge tokens in a block with input `x` `[B, N, C]`."""
         visit = self.visit
-        if visit is None or visit.remove == 0:
+        if visit is None or not visit.removes:
             return False
         if not visit.decided and self.settings.when == "if_faster":
             visit.decided = True
             if not self._pays(visit, x):
-                visit.remove, visit.too_small = 0, True
-        return visit.remove > 0
+                visit.removes, visit.too_small = {}, True
+        return bool(visit.removes)
 
     def _pays(self, visit: Visit, x: Tensor) -> bool:
-        settings = self.settings
         replayed = _is_replayed(x)
         if torch.compiler.is_compiling():
-            return _pays(settings, visit.grid, visit.remove, visit.blocks, x, replayed)
+            return _pays(self.settings, visit, x, replayed)
         known = self.patch.decisions
-        key = (visit.grid, visit.blocks, x.shape, x.dtype, x.device, replayed, settings)
+        removes = tuple(visit.removes.items())
+        key = (visit.grid, visit.blocks, removes, x.shape, x.dtype, x.device, replayed)
         if key not in known:
-            known[key] = _pays(settings, visit.grid, visit.remove, visit.blocks, x, replayed)
+            known[key] = _pays(self.settings, visit, x, replayed)
         return known[key]
 
-    def with_plan(self, x: Tensor) -> "Frame":
+    def in_block(self, block: nn.Module, x: Tensor) -> "Frame":
         """The frame inside a block with input `x` `[B, N, C]`, where there are tokens to remove."""
-        plan = self.patch.planner(self, x)
-        return Frame(self.patch, self.call, self.settings, self.grid, self.visit, plan)
-
-    def make_plan(self, x: Tensor) -> MergePlan:
         assert self.visit is not None
-        cells = _cells(self.settings, *self.visit.grid)
-        return bipartite(
-            x,
-            cells,
-            self.visit.remove,
-            backend=self.settings.backend,
-            timestep=self.call.timestep,
-            key=self._key(cells),
-        )
+        place = f"{self.visit.number}_{self.visit.merging}"
+        self.visit.merging += 1
+        frame = replace(self, block=block, place=place, plans={})
+        for kinds, remove in self.visit.removes.items():
+            plan = self.patch.planner(frame, x, remove)
+            frame.plans.update(dict.fromkeys(kinds, plan))
+        return frame
 
-    def keep_plan(self, x: Tensor) -> MergePlan:
-        """As `make_plan`, in memory that stays, and only if the plan there is out of date."""
-        assert self.visit is not None and self.call.timestep is not None
-        settings, remove = self.settings, self.visit.remove
-        cells = _cells(settings, *self.visit.grid)
-        triton = kernels.use_triton(settings.backend, x)
-        shape = (x.shape[0], cells.h, cells.w, remove, self.call.timestep.numel())
-        name = f"{triton}_{x.device}_" + "_".join(str(int(number)) for number in shape)
-        _allocate(self.patch.name, name, shape, x.device, triton)
-        kept: KeptPlan = getattr(self.patch.kept, name)
-        kernels.match_tokens(
-            x,
-            cells,
-            remove,
-            (kept.plan.slot, kept.plan.order, kept.plan.start),
-            timestep=self.call.timestep,
-            key=self._key(cells),
-            clock=kept.clock,
-            refresh=settings.refresh,
-            triton=triton,
-        )
-        return kept.plan
+    @property
+    def cells(self) -> Cells:
+        assert self.grid is not None
+        return _cells(self.settings, *self.grid)
 
-    def _key(self, cells: Cells) -> int:
-        """Key of the draw at this level."""
-        if not self.settings.use_rand:
-            return -1
-        size = self.call.size
-        level = max(-(-size[0] // cells.h), -(-size[1] // cells.w))
-        return kernels.draw_key(self.settings.seed, level)
+    @property
+    def level(self) -> int:
+        """How many times smaller than the latent the grid is."""
+        assert self.grid is not None
+        return _level(self.call.size, self.grid)
 
 
-def _pays(
-    settings: Settings,
-    grid: tuple[int, int],
-    remove: int,
-    blocks: int,
-    x: Tensor,
-    replayed: bool,
-) -> bool:
+def _pays(settings: Settings, visit: Visit, x: Tensor, replayed: bool) -> bool:
     return merging_pays(
         Device.of(x.device, compiled=replayed),
         batch=x.shape[0],
         channels=x.shape[2],
-        cells=_cells(settings, *grid),
-        remove=remove,
-        merges=settings.merges,
-        uses=1 if settings.share == "block" else blocks,
+        cells=_cells(settings, *visit.grid),
+        removes=visit.removes,
+        target=settings.target,
+        blocks=visit.blocks,
+        uses=1 if settings.share == "block" else visit.blocks,
         item_size=x.element_size(),
     )
 
@@ -253,29 +273,12 @@ def _is_replayed(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _allocate(
-    patch: str, name: str, shape: tuple[int, ...], device: torch.device, triton: bool
-) -> None:
-    """Sees to it that this thread has a `KeptPlan` of that name."""
-    plans = _patches[patch].kept
-    if not hasattr(plans, name):
-        batch, h, w, remove, times = shape
-        with torch.inference_mode(False):  # what inference mode makes can only be used there
-            plan = MergePlan.empty(batch, h * w, h * w - remove, device, triton)
-            setattr(plans, name, KeptPlan(plan, kernels.new_clock(times, device)))
-    compiler = sys.modules.get("torch._dynamo")
-    if compiler is not None:
-        kept: KeptPlan = getattr(plans, name)
-        for tensor in (kept.plan.slot, kept.plan.order, kept.plan.start, kept.clock):
-            # Lets a compiled model replay CUDA graphs that write to it.
-            compiler.mark_static_address(tensor)
-
-
-_allocate._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _cells(settings: Settings, h: int, w: int) -> Cells:
     return Cells.of(h, w, settings.sy, settings.sx, settings.search)
+
+
+def _level(size: tuple[int, int], grid: tuple[int, int]) -> int:
+    return max(-(-size[0] // grid[0]), -(-size[1] // grid[1]))
 
 
 def _level_merges(

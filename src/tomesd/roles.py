@@ -2,8 +2,9 @@
 
     Root    the model: notes image size and timestep
       Stack   a stack of blocks: notes the grid
-        Block   a transformer block: makes the plan from its input
+        Block   a transformer block: makes the plan from its input, and may run on merged tokens
           Layer   attention or feed-forward: unmerge(layer(merge(x)))
+            Projection   of attention: gets channels more for proportional attention
 
 Roles are values: what they know of a module is the names and numbers in a host's table. They are
 part of the generated class, so they can be pickled, and equal ones share a class.
@@ -12,16 +13,19 @@ part of the generated class, so they can be pickled, and equal ones share a clas
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .policy import Call, Frame, Patch, current_frame, enter_frame
+from .plan import MergePlan
+from .planning import note_guidance, note_output, recall_guidance
+from .policy import Call, Frame, Patch, Run, Visit, current_frame, enter_frame
+from .proportional import Part, proportion_of
 from .settings import Settings
 
-__all__ = ["Block", "Layer", "Role", "Root", "Stack", "run_inside"]
+__all__ = ["Block", "Layer", "Projection", "Role", "Root", "Stack", "run_inside"]
 
 Inner = Callable[..., Any]
 
@@ -34,6 +38,10 @@ class Role(ABC):
 
     def input(self, args: tuple, kwargs: dict) -> Tensor:
         return args[0] if args else kwargs[self.first]
+
+    def with_input(self, x: Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments with another input."""
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, self.first: x})
 
     @abstractmethod
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
@@ -59,19 +67,23 @@ class Root(Role):
         if current_frame(patch) is not None:  # entered through __call__ already
             return inner(*args, **kwargs)
         latent = self.input(args, kwargs)
-        timestep = self._timestep(args, kwargs, latent.device)
-        call = Call((latent.shape[-2], latent.shape[-1]), timestep)
+        value = args[self.position] if len(args) > self.position else kwargs.get(self.timestep)
+        call = Call((latent.shape[-2], latent.shape[-1]), _on_device(value, latent.device))
+        if patch.settings.changes and value is not None:
+            call.ratio = patch.ratio_at(value)
+        recall_guidance(patch, call, latent)
         output = run_inside(Frame(patch, call, patch.settings), inner, *args, **kwargs)
-        if patch.settings.active and not call.merged:
+        note_guidance(patch, call, output)
+        if patch.settings.active and call.ratio != 0 and not call.merged:
             patch.warn_once(_nothing_merged(patch.settings, call))
         return output
 
-    def _timestep(self, args: tuple, kwargs: dict, device: torch.device) -> Tensor | None:
-        value = args[self.position] if len(args) > self.position else kwargs.get(self.timestep)
-        if value is None:
-            return None
-        # As a number, it would make torch.compile start anew at each step.
-        return value.to(device) if isinstance(value, Tensor) else torch.tensor([value]).to(device)
+
+def _on_device(timestep: Any, device: torch.device) -> Tensor | None:
+    if timestep is None:
+        return None
+    # As a number, it would make torch.compile start anew at each step.
+    return (timestep if isinstance(timestep, Tensor) else torch.tensor([timestep])).to(device)
 
 
 def _nothing_merged(settings: Settings, call: Call) -> str:
@@ -110,6 +122,13 @@ class Stack(Role):
 
 @dataclass(frozen=True)
 class Block(Role):
+    opens: bool = True
+    """Whether the block before it, if any, hands its tokens to something else first."""
+    closes: bool = True
+    """Whether it hands its own to something else than the next block."""
+    aligned: tuple[str, ...] = ()
+    """Arguments that line up with the tokens: where one is given, nothing can be merged."""
+
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         frame = current_frame(patch)
         if frame is not None and frame.grid is not None and frame.remove == 0:
@@ -118,15 +137,60 @@ class Block(Role):
         if frame is None or frame.grid is None:
             _refuse_outside(patch, module)
             frame = _square_frame(patch, x)
+        if frame.visit is not None and frame.visit.run is not None:
+            return self._go_on(frame.visit.run, frame.visit, inner, args, kwargs)
         if not frame.merges(x):
             return inner(*args, **kwargs)
-        if x.shape[1] != frame.grid[0] * frame.grid[1]:  # type: ignore[index]
-            patch.warn_once(
-                f"tomesd left a {type(module).__name__} alone: it got {x.shape[1]} tokens, "
-                f"not the {frame.grid[0]}x{frame.grid[1]} of its feature map"  # type: ignore[index]
-            )
+        reason = self._reason_to_skip(frame, x, kwargs)
+        if reason:
+            patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
             return inner(*args, **kwargs)
-        return run_inside(frame.with_plan(x), inner, *args, **kwargs)
+        frame = frame.in_block(module, x)
+        if frame.settings.whole_blocks:
+            return self._run_merged(frame, inner, x, args, kwargs)
+        output = run_inside(frame, inner, *args, **kwargs)
+        note_output(frame, output)
+        return output
+
+    def _reason_to_skip(self, frame: Frame, x: Tensor, kwargs: dict) -> str | None:
+        assert frame.grid is not None
+        if x.shape[1] != frame.grid[0] * frame.grid[1]:
+            return f"it got {x.shape[1]} tokens, not the {frame.grid[0]}x{frame.grid[1]} of its map"
+        if frame.settings.whole_blocks:
+            given = {**kwargs, **(kwargs.get("cross_attention_kwargs") or {})}
+            for name in self.aligned:
+                if given.get(name) is not None:
+                    return f"{name} is given, and is laid out for unmerged tokens"
+        return None
+
+    def _run_merged(
+        self, frame: Frame, inner: Inner, x: Tensor, args: tuple, kwargs: dict
+    ) -> Tensor:
+        """Runs the block on merged tokens, alone or as the first of several."""
+        assert frame.visit is not None
+        plan = frame.plans["attn"]
+        run = Run(frame, plan, x, plan.merge(x))
+        args, kwargs = self.with_input(run.merged, args, kwargs)
+        output: Tensor = run_inside(frame, inner, *args, **kwargs)
+        if frame.visit.together and self.opens and not self.closes:
+            frame.visit.run = run
+            return output
+        return _restore(run, output)
+
+    def _go_on(self, run: Run, visit: Visit, inner: Inner, args: tuple, kwargs: dict) -> Tensor:
+        """Runs a block whose input is merged already."""
+        output: Tensor = inner(*args, **kwargs)
+        if not self.closes:
+            return output
+        visit.run = None
+        return _restore(run, output)
+
+
+def _restore(run: Run, output: Tensor) -> Tensor:
+    """Gives each token what its group changed by: `[B, M, C]` to `[B, N, C]`."""
+    restored: Tensor = run.plan.restore(run.x, output, run.merged)
+    note_output(run.frame, restored)
+    return restored
 
 
 def _square_frame(patch: Patch, x: Tensor) -> Frame:
@@ -149,22 +213,32 @@ class Layer(Role):
     aligned: tuple[str, ...] = ()
     """Arguments that line up with the tokens: where one is given, nothing can be merged."""
 
+    context: str = ""
+    """Of attention: the second parameter, what it attends to; nothing is itself."""
+
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         frame = current_frame(patch)
-        if frame is None or frame.plan is None or not frame.settings.merges[self.kind]:
+        plan = frame.plans.get(self.kind) if frame is not None else None
+        if frame is None or plan is None:
             return inner(*args, **kwargs)
-        plan = frame.plan
         x = self.input(args, kwargs)
+        keys_only = self.kind == "attn" and frame.settings.target == "kv"
+        context = args[1] if len(args) > 1 else kwargs.get(self.context)
         reason = self._reason_to_skip(plan.fits(x), kwargs)
+        if keys_only and not reason:
+            reason = _reason_for_full_keys(module, context)
         if reason:
             patch.warn_once(f"tomesd left {self.kind} layers alone: {reason}")
             return inner(*args, **kwargs)
+        if frame.settings.proportional and self.kind == "attn" and context is None:
+            frame = _with_proportion(frame, module, plan)
         merged = plan.merge(x)
-        if args:
-            args = (merged, *args[1:])
-        else:
-            kwargs = {**kwargs, self.first: merged}
-        return plan.unmerge(inner(*args, **kwargs))
+        if keys_only:
+            args = (args[0], merged, *args[2:]) if len(args) > 1 else args
+            kwargs = kwargs if len(args) > 1 else {**kwargs, self.context: merged}
+            return run_inside(frame, inner, *args, **kwargs)
+        args, kwargs = self.with_input(merged, args, kwargs)
+        return plan.unmerge(run_inside(frame, inner, *args, **kwargs))
 
     def _reason_to_skip(self, fits: bool, kwargs: dict) -> str | None:
         if not fits:
@@ -173,6 +247,34 @@ class Layer(Role):
             if kwargs.get(name) is not None:
                 return f"{name} is given, and is laid out for unmerged tokens"
         return None
+
+
+def _reason_for_full_keys(module: nn.Module, context: Any) -> str | None:
+    if context is not None:
+        return "they attend to something else than the image"
+    if getattr(module, "fused_projections", False):
+        return 'their projections are fused, and target="kv" needs them apart'
+    return None
+
+
+def _with_proportion(frame: Frame, module: nn.Module, plan: MergePlan) -> Frame:
+    """The frame inside an attention layer, where a merged token counts for all that are in it."""
+    proportion = proportion_of(module, plan.size)
+    if isinstance(proportion, str):
+        frame.patch.warn_once(f"tomesd: attention is not proportional in a layer: {proportion}")
+        return frame
+    return replace(frame, proportion=proportion)
+
+
+@dataclass(frozen=True)
+class Projection(Role):
+    part: Part
+
+    def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
+        frame = current_frame(patch)
+        if frame is None or frame.proportion is None:
+            return inner(*args, **kwargs)
+        return frame.proportion.project(self.part, inner, *args, **kwargs)
 
 
 def _refuse_outside(patch: Patch, module: nn.Module) -> None:

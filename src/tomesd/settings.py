@@ -3,13 +3,35 @@
 import math
 import numbers
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-__all__ = ["DOWNSAMPLES", "Backend", "MergeWarning", "Settings", "Share", "When"]
+from torch import Tensor
+
+__all__ = [
+    "DOWNSAMPLES",
+    "Backend",
+    "MergeWarning",
+    "Metric",
+    "Protect",
+    "Schedule",
+    "Selector",
+    "Settings",
+    "Share",
+    "Target",
+    "When",
+]
 
 DOWNSAMPLES = (1, 2, 4, 8)
+KINDS = ("attn", "crossattn", "mlp")
 
+Selector = Literal["bipartite", "kmeans", "grid"]
+Metric = Literal["input", "keys", "mean", "previous"]
+Target = Literal["attn", "kv", "block", "stack"]
+Shape = Literal["linear", "cosine"]
+Schedule = Shape | Sequence[float] | Callable[[float], float] | None
+Protect = Literal["guidance"] | Tensor | None
 Share = Literal["block", "level", "steps"]
 When = Literal["if_faster", "always"]
 Backend = Literal["auto", "triton", "reference"]
@@ -73,8 +95,62 @@ class Settings:
     backend: Backend = "auto"
     """`triton`: GPU kernels. `reference`: plain PyTorch. `auto`: the first where it can run."""
 
+    selector: Selector = "bipartite"
+    """How tokens are grouped. `bipartite`: the most similar ones merge into the kept token of a
+    cell (the paper). `kmeans`: into clusters. `grid`: whole cells, whatever is in them."""
+
+    metric: Metric = "input"
+    """What similarity is measured on: the block's `input` (the paper), the `keys` of its
+    self-attention, the similarity to the image's `mean` token, or the block's output at the
+    `previous` step."""
+
+    target: Target = "attn"
+    """What runs on merged tokens. `attn`: self-attention, and the layers that `merge_crossattn` and
+    `merge_mlp` add, each on its own. `kv`: of self-attention, keys and values only. `block`: whole
+    blocks; each token gets what its group's changed by. `stack`: the same around all blocks of a
+    level that follow each other."""
+
+    proportional: bool = False
+    """In self-attention, let a merged token count as many times as there are tokens in it."""
+
+    schedule: Schedule = None
+    """How the ratio changes while an image is made: `linear` or `cosine`, from `ratio` to
+    `ratio_end` in steps of a twentieth; a list of ratios for equal parts of the way; or a function
+    of the progress, 0 (noise) to 1 (image)."""
+
+    ratio_end: float | None = None
+    """Ratio at the end of a `linear` or `cosine` schedule."""
+
+    start: float = 0.0
+    """Merge from this progress on: 0 is noise, 1 the image."""
+
+    end: float = 1.0
+    """Merge up to this progress."""
+
+    tau: float | None = None
+    """Merge only where noise makes up less than this share of the latent's variance, 0 to 1."""
+
+    level_ratios: Mapping[int, float] | None = None
+    """Other ratios where the feature map is 1, 2, 4 or 8 times smaller than the latent. Levels that
+    are named here are merged whatever `max_downsample` says."""
+
+    kind_ratios: Mapping[str, float] | None = None
+    """Other ratios for kinds of layers: `attn`, `crossattn`, `mlp`."""
+
+    protect: Protect = field(default=None, compare=False)
+    """Tokens that are merged last: where a mask `[h, w]` of any size is not zero; or, with
+    `guidance`, where the prompt made the most difference at the step before."""
+
+    protect_share: float = 0.1
+    """Share of the tokens that `guidance` protects."""
+
     def __post_init__(self) -> None:
         _check_real("ratio", self.ratio, low=0.0, high=1.0)
+        self._check_places()
+        self._check_methods()
+        self._check_schedule()
+
+    def _check_places(self) -> None:
         if self.max_downsample is not None:
             _check_type("max_downsample", self.max_downsample, numbers.Integral, "None or an int")
             if self.max_downsample not in DOWNSAMPLES:
@@ -91,10 +167,59 @@ class Settings:
             _check_type(name, value, numbers.Integral, "an int")
             if value < low:
                 raise ValueError(f"{name}={value!r}: must be at least {low}")
-        for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp"):
+        _check_ratios("level_ratios", self.level_ratios, DOWNSAMPLES)
+        _check_ratios("kind_ratios", self.kind_ratios, KINDS)
+        if self.kind_ratios and self.ratio == 0:
+            raise ValueError(f"kind_ratios={self.kind_ratios!r}: needs a ratio above 0")
+
+    def _check_methods(self) -> None:
+        for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"):
             _check_type(name, getattr(self, name), bool, "a bool")
-        for name, words in (("share", Share), ("when", When), ("backend", Backend)):
+        for name, words in _WORDS.items():
             _check_word(name, getattr(self, name), get_args(words))
+        if self.target != "attn" and not self.merge_attn:
+            raise ValueError(f"merge_attn=False: target={self.target!r} merges self-attention")
+        if self.whole_blocks:
+            for name in ("proportional", "kind_ratios"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r}: needs target='attn' or 'kv', "
+                        f"not {self.target!r}"
+                    )
+        if self.protect is not None:
+            if isinstance(self.protect, str):
+                _check_word("protect", self.protect, ("guidance",))
+            elif not isinstance(self.protect, Tensor) or self.protect.ndim not in (2, 3):
+                raise TypeError("protect: must be None, 'guidance' or a tensor [h, w] or [b, h, w]")
+            if self.selector != "bipartite":
+                raise ValueError(f"protect: needs selector='bipartite', not {self.selector!r}")
+        _check_real("protect_share", self.protect_share, low=0.0, high=1.0)
+
+    def _check_schedule(self) -> None:
+        schedule = self.schedule
+        if isinstance(schedule, str):
+            _check_word("schedule", schedule, get_args(Shape))
+            if self.ratio_end is None:
+                raise ValueError(f"schedule={schedule!r}: needs ratio_end")
+        elif self.ratio_end is not None:
+            raise ValueError("ratio_end: needs schedule='linear' or 'cosine'")
+        elif isinstance(schedule, Sequence):
+            if not schedule:
+                raise ValueError("schedule: a list must have at least one ratio")
+            for number, ratio in enumerate(schedule):
+                _check_real(f"schedule[{number}]", ratio, low=0.0, high=1.0)
+        elif schedule is not None and not callable(schedule):
+            raise TypeError(
+                f"schedule={schedule!r}: must be None, 'linear', 'cosine', a list of ratios or a "
+                "function"
+            )
+        for name in ("ratio_end", "tau"):
+            if getattr(self, name) is not None:
+                _check_real(name, getattr(self, name), low=0.0, high=1.0)
+        for name in ("start", "end"):
+            _check_real(name, getattr(self, name), low=0.0, high=1.0)
+        if self.start >= self.end:
+            raise ValueError(f"start={self.start!r}: must be below end={self.end!r}")
 
     @property
     def ratio_cap(self) -> float:
@@ -106,26 +231,78 @@ class Settings:
         """Least side of the windows, 0 for one of them."""
         if self.window is not None:
             return self.window
+        # Every window removes as many tokens as the next, even one that is protected all over.
+        if self.protect is not None:
+            return 0
         return 8 if 3 * self.ratio <= 2 * self.ratio_cap else 0
 
     @property
-    def merges(self) -> dict[str, bool]:
-        """Whether each kind of layer runs on merged tokens."""
-        return {"attn": self.merge_attn, "crossattn": self.merge_crossattn, "mlp": self.merge_mlp}
+    def whole_blocks(self) -> bool:
+        return self.target in ("block", "stack")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of layers that run on merged tokens."""
+        merged = (self.merge_attn, self.merge_crossattn, self.merge_mlp)
+        return tuple(k for k, m in zip(KINDS, merged, strict=True) if m or self.whole_blocks)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The kinds of layers that merge on their own."""
+        return () if self.whole_blocks else self.kinds
+
+    @property
+    def changes(self) -> bool:
+        """Whether what is merged depends on how far the image is."""
+        whole_way = self.start == 0 and self.end == 1
+        return self.schedule is not None or self.tau is not None or not whole_way
 
     @property
     def active(self) -> bool:
         """Whether these settings ask for any merging at all."""
-        return self.ratio > 0 and any(self.merges.values())
+        return self.highest_ratio > 0 and bool(self.kinds)
+
+    @property
+    def highest_ratio(self) -> float:
+        """Of all places and times; of a schedule that is a function, what `ratio` says."""
+        ratios = [self.ratio, self.ratio_end or 0.0, *(self.level_ratios or {}).values()]
+        if isinstance(self.schedule, Sequence) and not isinstance(self.schedule, str):
+            ratios += self.schedule
+        return max(ratios)
+
+    def ratio_of(self, kind: str, level: int, ratio: float) -> float:
+        """Share of the tokens to remove.
+
+        Args:
+            level: how many times smaller than the latent the feature map is.
+            ratio: what `ratio` is now. Other ratios change with it in proportion.
+        """
+        found = ratio
+        if self.level_ratios and level in self.level_ratios:
+            found = self.level_ratios[level] * (ratio / self.ratio if self.ratio else 1.0)
+        if self.kind_ratios and kind in self.kind_ratios:
+            found *= self.kind_ratios[kind] / self.ratio
+        return min(1.0, found)
 
     def warn_if_capped(self) -> None:
-        if self.ratio > self.ratio_cap and self.active:
+        ratio = self.highest_ratio
+        if ratio > self.ratio_cap and self.active:
             warnings.warn(
-                f"ratio={self.ratio:g} is more than {self.sx}x{self.sy} cells allow: merging at "
+                f"ratio={ratio:g} is more than {self.sx}x{self.sy} cells allow: merging at "
                 f"the cap, an effective ratio of {self.ratio_cap:g} (larger cells raise it)",
                 MergeWarning,
                 stacklevel=3,
             )
+
+
+_WORDS: dict[str, Any] = {
+    "selector": Selector,
+    "metric": Metric,
+    "target": Target,
+    "share": Share,
+    "when": When,
+    "backend": Backend,
+}
 
 
 def _check_type(name: str, value: Any, kind: type, wanted: str) -> None:
@@ -140,6 +317,15 @@ def _check_real(name: str, value: Any, low: float, high: float) -> None:
         raise ValueError(f"{name}={value!r}: must be between {low:g} and {high:g}")
 
 
-def _check_word(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _check_ratios(name: str, ratios: Any, allowed: tuple[Any, ...]) -> None:
+    if ratios is None:
+        return
+    _check_type(name, ratios, Mapping, "None or a dict")
+    for key, ratio in ratios.items():
+        _check_word(f"{name} key", key, allowed)
+        _check_real(f"{name}[{key!r}]", ratio, low=0.0, high=1.0)
+
+
+def _check_word(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")

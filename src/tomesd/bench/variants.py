@@ -129,9 +129,8 @@ class FreePlanner:
     def __init__(self) -> None:
         self._buffers: dict[Any, Tensor] = {}
 
-    def __call__(self, frame: Frame, x: Tensor) -> FreePlan:
-        assert frame.visit is not None
-        return FreePlan(x.shape[1], x.shape[1] - frame.visit.remove, self._buffers)
+    def __call__(self, frame: Frame, x: Tensor, remove: int) -> FreePlan:
+        return FreePlan(x.shape[1], x.shape[1] - remove, self._buffers)
 
     def __deepcopy__(self, memo: Any) -> "FreePlanner":
         return FreePlanner()

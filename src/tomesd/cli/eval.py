@@ -9,7 +9,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ..generation.loading import denoiser
-from ..settings import Settings
 from .options import MergeOptions, ModelOptions
 from .progress import progress_bar, shorten
 
@@ -40,8 +39,9 @@ class Eval:
     image_seed: int = 0
     """Where the seeds of the noise begin."""
 
-    ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
-    """Shares of the tokens to remove."""
+    ratios: tuple[float, ...] | None = None
+    """Shares of the tokens to remove: 0.25, 0.5 and 0.75 if not given, or with --settings or
+    --preset what these say."""
 
     vary: tuple[str, ...] = ()
     """Other settings to try, in all combinations: NAME=VALUE,VALUE ... as in
@@ -96,14 +96,17 @@ class Eval:
         from .. import evaluation
 
         merge = self.merge.checked()
-        if merge.ratio != Settings().ratio:
+        if "ratio" in self.merge.given():
             raise ValueError(f"ratio={merge.ratio:g}: an evaluation takes --ratios")
+        ratios = self.ratios
+        if ratios is None:
+            ratios = (merge.ratio,) if self.merge.base() else (0.25, 0.5, 0.75)
         processes = evaluation.Processes(self.model.device)
         if not processes.is_main:
             console = Console(quiet=True)
         original = None if self.original is None else evaluation.load_original(self.original)
         variants = evaluation.make_variants(
-            self.ratios, merge, evaluation.parse_vary(self.vary), original
+            ratios, merge, evaluation.parse_vary(self.vary), original
         )
         prompts = evaluation.load_prompts(self.prompts, self.count)
         items = evaluation.make_items(prompts, self.images, self.image_seed)

@@ -17,8 +17,10 @@ from .demo import Demo
 from .describe import Describe
 from .eval import Eval
 from .generate import Generate
+from .options import types
 from .report import Report
 from .show import Show
+from .tune import NothingFoundError, Tune
 
 __all__ = ["run"]
 
@@ -30,6 +32,7 @@ _COMMANDS: Any = (
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Tune, tyro.conf.subcommand("tune")]
 )
 
 
@@ -44,13 +47,14 @@ def run(arguments: list[str]) -> int:
         return 0
     warnings.showwarning = _show_warning(errors)
     try:
-        command = tyro.cli(
-            _COMMANDS,
-            prog="tomesd",
-            description="Token merging for diffusion models.",
-            args=arguments,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        with types:
+            command = tyro.cli(
+                _COMMANDS,
+                prog="tomesd",
+                description="Token merging for diffusion models.",
+                args=arguments,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
         command.run(console)
         return 0
     except SystemExit as exit:  # help, or words that do not parse
@@ -67,7 +71,7 @@ def run(arguments: list[str]) -> int:
             "--offload model",
         )
         return 1
-    except OSError as error:
+    except (NothingFoundError, OSError) as error:
         errors.print(f"tomesd: {error}")
         return 1
 

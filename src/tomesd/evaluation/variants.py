@@ -17,6 +17,7 @@ import tomesd
 
 from ..generation.loading import denoiser
 from ..generation.original import load_original
+from ..presets import numbered
 from ..settings import Settings
 
 __all__ = ["UNMERGED", "Variant", "load_original", "make_variants", "parse_vary", "patched_with"]
@@ -160,7 +161,8 @@ def patched_with(pipe: Any, variant: Variant, original: ModuleType | None = None
     if variant.kind == "unmerged":
         yield
     elif variant.kind == "merged":
-        with tomesd.patched(pipe, **variant.settings):
+        settings = {name: numbered(value) for name, value in variant.settings.items()}
+        with tomesd.patched(pipe, **settings):
             yield
     elif original is None:
         raise ValueError(f"{variant.name}: needs the folder of tomesd 0.1.3; give --original")

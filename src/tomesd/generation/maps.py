@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import nn
 
 import tomesd
 
 from ..hosts import find_modules
 from ..patch import patch_of, role_of
-from ..policy import current_frame
-from ..roles import Layer
+from ..policy import Patch, current_frame
+from ..roles import Block
 from ..settings import Settings
 from .loading import denoiser
 
@@ -51,11 +50,11 @@ def record_maps(model: Any, item: int = -1) -> Iterator[list[MergeMap]]:
     """
     maps: list[MergeMap] = []
 
-    def recorder(name: str) -> Any:
-        def record(layer: nn.Module, *_: Any) -> None:
-            patch = patch_of(layer)
-            frame = current_frame(patch) if patch is not None else None
-            if frame is None or frame.plan is None or frame.grid is None:
+    def recorder(name: str, patch: Patch) -> Any:
+        def record(*_: Any) -> None:
+            frame = current_frame(patch)
+            plan = frame.plans.get("attn") if frame is not None else None
+            if frame is None or plan is None or frame.grid is None:
                 return
             h, w = frame.grid
             time = frame.call.timestep
@@ -64,7 +63,7 @@ def record_maps(model: Any, item: int = -1) -> Iterator[list[MergeMap]]:
                     layer=name,
                     timestep=0.0 if time is None else float(time.flatten()[-1]),
                     downsample=max(-(-frame.call.size[0] // h), -(-frame.call.size[1] // w)),
-                    slot=frame.plan.slot[item].reshape(h, w).cpu().numpy(),
+                    slot=plan.slot[item].reshape(h, w).cpu().numpy(),
                 )
             )
 
@@ -73,9 +72,10 @@ def record_maps(model: Any, item: int = -1) -> Iterator[list[MergeMap]]:
     handles = []
     for part_name, part in find_modules(model).items():
         for name, module in part.named_modules():
-            role = role_of(module)
-            if isinstance(role, Layer) and role.kind == "attn":
-                handles.append(module.register_forward_pre_hook(recorder(f"{part_name}.{name}")))
+            patch, attention = patch_of(module), getattr(module, "attn1", None)
+            if isinstance(role_of(module), Block) and patch is not None and attention is not None:
+                record = recorder(f"{part_name}.{name}.attn1", patch)
+                handles.append(attention.register_forward_pre_hook(record))
     try:
         yield maps
     finally:

@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from ..patch import original_class
-from ..roles import Block, Layer, Role, Root, Stack
+from ..roles import Block, Layer, Projection, Role, Root, Stack
 from . import diffusers, ldm
-from .table import ALIGNED, BLOCK, LAYERS
+from .noise import find_noise
+from .table import ALIGNED, BLOCK, CONTEXT, INTERLEAVED, LAYERS, PROJECTIONS
 
-__all__ = ["Target", "UnsupportedModelError", "find_modules", "find_targets"]
+__all__ = ["Target", "UnsupportedModelError", "find_modules", "find_noise", "find_targets"]
 
 _FAMILIES = diffusers.FAMILIES + ldm.FAMILIES
 _STACKS = {name: path for family in _FAMILIES for name, path in family.stacks.items()}
@@ -89,22 +90,41 @@ def _stack_sites(module: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
         blocks = getattr(stack, "transformer_blocks", None)
         if stack_name is None or blocks is None:
             continue
-        for block in blocks.modules():
-            if BLOCK in _class_names(block):
-                yield from _block_sites(block)
+        found = [block for block in blocks.modules() if BLOCK in _class_names(block)]
+        together = not hasattr(stack, INTERLEAVED)
+        for block in found:
+            first, last = block is found[0], block is found[-1]
+            yield from _block_sites(block, first or not together, last or not together)
         path = _STACKS[stack_name]
         side = (operator.attrgetter(path)(stack) if path else None) or 1
         yield stack, Stack(_parameters(stack)[0], side)
 
 
-def _block_sites(block: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
+def _block_sites(
+    block: nn.Module, opens: bool = True, closes: bool = True
+) -> Iterator[tuple[nn.Module, Role]]:
     for attribute, kind in LAYERS.items():
         layer = getattr(block, attribute, None)
         layer = getattr(layer, "_orig_mod", layer)  # compiled on its own
-        if isinstance(layer, nn.Module):
-            yield layer, Layer(_parameters(layer)[0], kind, ALIGNED.get(kind, ()))
+        if not isinstance(layer, nn.Module):
+            continue
+        names = _parameters(layer)
+        if kind == "attn":
+            yield from _projection_sites(layer)
+        context = names[1] if len(names) > 1 and names[1] in CONTEXT else ""
+        yield layer, Layer(names[0], kind, ALIGNED.get(kind, ()), context)
     method = "_forward" if hasattr(type(block), "_forward") else "forward"
-    yield block, Block(_parameters(block, method)[0])
+    aligned = tuple(name for names in ALIGNED.values() for name in names)
+    yield block, Block(_parameters(block, method)[0], opens, closes, aligned)
+
+
+def _projection_sites(attention: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
+    for part in PROJECTIONS:
+        module = getattr(attention, part, None)
+        if isinstance(module, nn.ModuleList | nn.Sequential):  # the projection and a dropout
+            module = module[0]
+        if isinstance(module, nn.Module):
+            yield module, Projection(_parameters(module)[0], part)  # type: ignore[arg-type]
 
 
 def _root_role(module: nn.Module) -> Root | None:

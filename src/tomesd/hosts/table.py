@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["ALIGNED", "BLOCK", "LAYERS", "Family"]
+__all__ = ["ALIGNED", "BLOCK", "CONTEXT", "INTERLEAVED", "LAYERS", "PROJECTIONS", "Family"]
 
 # All families descend from one transformer block, and agree on its names.
 BLOCK = "BasicTransformerBlock"
@@ -12,6 +12,15 @@ LAYERS = {"attn1": "attn", "attn2": "crossattn", "ff": "mlp"}
 
 ALIGNED = {"attn": ("attention_mask", "mask"), "crossattn": ("ip_adapter_masks",)}
 """Arguments of a layer that line up with its tokens: kind to names."""
+
+CONTEXT = ("encoder_hidden_states", "context")
+"""What attention calls the parameter with what it attends to."""
+
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
+"""Linear layers of attention, or what holds them."""
+
+INTERLEAVED = "temporal_transformer_blocks"
+"""Where a stack keeps blocks that run between the others, on the frames of a video."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,22 @@
 """The tensor operations of merging. Callers import from here and never from an implementation.
 
 `match_tokens` finds out which tokens belong together, `slot_mean` merges them, `slot_gather` puts
-the result back. On a GPU with Triton they are our own kernels; `reference.py` defines what they
-compute, and runs everywhere. The first two are registered with PyTorch, so that compiled models
-take them in as they are; the third is left to the compiler, which fuses it with what follows.
+the result back and `slot_restore` adds it. On a GPU with Triton they are our own kernels;
+`reference.py` defines what they compute, and runs everywhere.
+
+How a kernel is reached, from fast to slow:
+
+- eager mode launches it right away;
+- a compiled model launches it from its own code: the `..._triton` operators show the compiler what
+  they are made of. What is not matched or averaged it writes itself, fused with what follows;
+- everything else (gradients, fake tensors, Triton's interpreter under the compiler) goes through
+  the operators `tomesd::match_tokens` and `tomesd::slot_mean`, which are opaque to PyTorch.
 """
 
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +35,7 @@ __all__ = [
     "new_clock",
     "slot_gather",
     "slot_mean",
+    "slot_restore",
     "use_triton",
 ]
 
@@ -72,11 +81,49 @@ def _why_no_triton(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+# The kernels are imported when they are used: it takes a while.
 @functools.cache
-def _triton() -> ModuleType:
-    from . import triton  # only when it is used: importing it takes a while
+def _triton_matching() -> ModuleType:
+    from . import triton_matching
 
-    return triton
+    return triton_matching
+
+
+@functools.cache
+def _triton_merging() -> ModuleType:
+    from . import triton_merging
+
+    return triton_merging
+
+
+def _define_triton_operators() -> bool:
+    """Sees to it that `torch.ops.tomesd` has the operators that end in `_triton`."""
+    return bool(_triton_matching() and _triton_merging())
+
+
+# The compiler cannot trace an import, but calls this one.
+_define_triton_operators._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_launched_by_compiler(x: Tensor) -> bool:
+    """Whether what runs now is being compiled to code that launches Triton kernels."""
+    return torch.compiler.is_compiling() and x.is_cuda and _define_triton_operators()
+
+
+def _is_launched_here(x: Tensor) -> bool:
+    """Whether a kernel may be launched right away, past PyTorch's dispatcher, which takes longer
+    than many kernels: nothing traces."""
+    return not torch.compiler.is_compiling() and type(x) is Tensor
+
+
+def _launch(function: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        # Triton launches on the current device, which need not be that of the model.
+        return function(x, *rest)
+
+
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def new_clock(times: int, device: torch.device) -> Tensor:
@@ -112,11 +159,10 @@ def _match_tokens(
     refresh: int,
     triton: bool,
 ) -> None:
-    implementation = _triton() if triton else reference
+    implementation = _triton_matching() if triton else reference
     cells = Cells(h, w, sy, sx, down, across)
-    implementation.match_tokens(
-        metric, timestep, offsets, slot, order, start, clock, cells, remove, key, refresh
-    )
+    rest = (slot, order, start, clock, cells, remove, key, refresh)
+    _launch(implementation.match_tokens, metric, timestep, offsets, *rest)
 
 
 @_match_tokens.register_fake
@@ -155,28 +201,21 @@ def match_tokens(
             served fewer than `refresh` calls.
         triton: as `use_triton` says.
     """
-    _match_tokens(
-        metric.detach(),
-        timestep,
-        offsets,
-        *plan,
-        clock,
-        cells.h,
-        cells.w,
-        cells.sy,
-        cells.sx,
-        cells.down,
-        cells.across,
-        remove,
-        key,
-        refresh,
-        triton,
-    )
+    if triton and _is_launched_here(metric):
+        rest = (clock, cells, remove, key, refresh)
+        _launch(_triton_matching().match_tokens, metric, timestep, offsets, *plan, *rest)
+        return
+    tensors = (metric.detach(), timestep, offsets, *plan, clock)
+    shape = (cells.h, cells.w, cells.sy, cells.sx, cells.down, cells.across)
+    if triton and _is_launched_by_compiler(metric):
+        torch.ops.tomesd.match_tokens_triton(*tensors, *shape, remove, key, refresh)
+    else:
+        _match_tokens(*tensors, *shape, remove, key, refresh, triton)
 
 
 @torch.library.custom_op("tomesd::slot_mean", mutates_args=())
 def _slot_mean(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
-    mean: Tensor = _triton().slot_mean(x, slot, order, start)
+    mean: Tensor = _launch(_triton_merging().slot_mean, x, slot, order, start)
     return mean
 
 
@@ -185,18 +224,9 @@ def _(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], start.shape[1] - 1, x.shape[2])
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    _, slot, _, start = inputs
-    ctx.save_for_backward(slot, start)
-
-
-def _slot_mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    slot, start = ctx.saved_tensors
-    size = start[:, 1:] - start[:, :-1]
-    return reference.slot_gather(grad / size.unsqueeze(-1).to(grad.dtype), slot), None, None, None
-
-
-_slot_mean.register_autograd(_slot_mean_backward, setup_context=_keep_for_backward)
+_slot_mean.register_autograd(
+    reference.slot_mean_backward, setup_context=reference.keep_for_backward
+)
 
 
 def slot_mean(
@@ -214,25 +244,40 @@ def slot_mean(
     """
     if not triton:
         return reference.slot_mean(x, slot, order, start)
-    if _can_launch(x):
-        mean: Tensor = _triton().slot_mean(x, slot, order, start)
+    if _is_launched_here(x) and not _wants_gradient(x):
+        mean: Tensor = _launch(_triton_merging().slot_mean, x, slot, order, start)
         return mean
+    if _is_launched_by_compiler(x):
+        compiled: Tensor = torch.ops.tomesd.slot_mean_triton(x, slot, order, start)
+        return compiled
     return _slot_mean(x, slot, order, start)
 
 
 def slot_gather(y: Tensor, slot: Tensor, triton: bool = False) -> Tensor:
     """Each token's slot row: `[B, M, C]` and `[B, N]` to `[B, N, C]`."""
-    if triton and _can_launch(y):
-        rows: Tensor = _triton().slot_gather(y, slot)
+    if triton and _is_launched_here(y) and not _wants_gradient(y):
+        rows: Tensor = _launch(_triton_merging().slot_gather, y, slot)
         return rows
     return reference.slot_gather(y, slot)
 
 
-def _can_launch(x: Tensor) -> bool:
-    """Whether a kernel may be launched right away, past PyTorch's dispatcher, which takes longer
-    than many kernels: nothing traces, and no gradient is wanted."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) is Tensor
-        and not (x.requires_grad and torch.is_grad_enabled())
-    )
+def slot_restore(
+    x: Tensor, y: Tensor, merged: Tensor, slot: Tensor, triton: bool = False
+) -> Tensor:
+    """Adds to each token what a layer added to its slot: `x + (y - merged)[slot]`.
+
+    Args:
+        x: tokens, `[B, N, C]`.
+        y: slots after the layer, `[B, M, C]`.
+        merged: slots before the layer, `[B, M, C]`.
+        slot: see `MergePlan`, `[B, N]`.
+        triton: as `use_triton` says.
+
+    Returns:
+        `[B, N, C]`.
+    """
+    same = x.dtype == y.dtype == merged.dtype  # otherwise the result has a dtype of its own
+    if triton and same and _is_launched_here(x) and not _wants_gradient(x, y, merged):
+        restored: Tensor = _launch(_triton_merging().slot_restore, x, y, merged, slot)
+        return restored
+    return reference.slot_restore(x, y, merged, slot)

@@ -1,12 +1,23 @@
 """Plain PyTorch versions of the operations merging is made of: the definition of right."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .cells import Cells
 from .draw import draw_offsets
 
-__all__ = ["best_match", "match_tokens", "members", "slot_gather", "slot_mean"]
+__all__ = [
+    "best_match",
+    "keep_for_backward",
+    "match_tokens",
+    "members",
+    "slot_gather",
+    "slot_mean",
+    "slot_mean_backward",
+    "slot_restore",
+]
 
 
 def match_tokens(
@@ -149,3 +160,21 @@ def slot_mean(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
 def slot_gather(y: Tensor, slot: Tensor) -> Tensor:
     """Each token's slot row: `[B, M, C]` and `[B, N]` to `[B, N, C]`."""
     return y.gather(1, slot.unsqueeze(-1).expand(-1, -1, y.shape[2]))
+
+
+def slot_restore(x: Tensor, y: Tensor, merged: Tensor, slot: Tensor) -> Tensor:
+    """`x` `[B, N, C]` plus what each token's slot gained from `merged` to `y`, both `[B, M, C]`."""
+    return x + slot_gather(y - merged, slot)
+
+
+def keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    """Setup of `slot_mean_backward`, for operators with the arguments of `slot_mean`."""
+    _, slot, _, start = inputs
+    ctx.save_for_backward(slot, start)
+
+
+def slot_mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """A token of a slot with k tokens gets 1 / k of its gradient."""
+    slot, start = ctx.saved_tensors
+    size = start[:, 1:] - start[:, :-1]
+    return slot_gather(grad / size.unsqueeze(-1).to(grad.dtype), slot), None, None, None

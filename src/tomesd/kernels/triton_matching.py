@@ -1,11 +1,17 @@
-"""Triton versions of the operations, for GPUs. `reference.py` says what they compute.
+"""Triton kernels that find out which tokens belong together; see `reference.match_tokens`.
 
 Matching takes five launches and never holds a score matrix. Nothing in it is added up atomically,
-so its results, and those of `slot_mean`, are the same bits in every run. Every kernel of the
-matching first looks at a flag on the device and returns at once if the plan is still fresh: whether
-to match is decided without the host, which is what lets a CUDA graph keep a plan over steps.
+so its results are the same bits in every run. Every kernel first looks at a flag on the device and
+returns at once if the plan is still fresh: whether to match is decided without the host, which is
+what lets a CUDA graph keep a plan over steps.
 """
 
+# Kernels are Triton's language, not Python's: they have no types, and a test for None, resolved
+# when the kernel is compiled, has to stand alone.
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, allow-untyped-calls
+# ruff: noqa: SIM102
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,21 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .cells import Cells
-from .draw import MASK, MULTIPLIERS
+from .triton_cells import draw, dst_token, src_token, window_corner
+from .triton_launch import as_it_is, blocks
 
-__all__ = ["match_tokens", "slot_gather", "slot_mean"]
-
-_MASK = tl.constexpr(MASK)
-_M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
-
-
-@triton.jit
-def _mix(x):
-    """Scrambles 31 bits, as `draw._mix` does."""
-    x = ((x ^ (x >> 15)) * _M0) & _MASK
-    x = ((x ^ (x >> 15)) * _M1) & _MASK
-    x = ((x ^ (x >> 15)) * _M2) & _MASK
-    return x ^ (x >> 16)
+__all__ = ["match_tokens", "match_tokens_op"]
 
 
 @triton.jit
@@ -43,50 +38,6 @@ def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):
     tl.store(clock, tl.where(kept, 0.0, 1.0))
     tl.store(clock + 1, tl.where(kept, age + 1.0, 1.0))
     tl.store(clock + 2 + i, time, i < times)
-
-
-@triton.jit
-def _draw(timestep, offsets, key, count, choices, BLOCK: tl.constexpr):
-    """offsets [T, count], as `draw.draw_offsets` makes them."""
-    row = tl.program_id(1)
-    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    time = tl.load(timestep + row).to(tl.float32)
-    bits = time.to(tl.int32, bitcast=True).to(tl.int64) & _MASK
-    drawn = _mix(_mix(bits ^ key) ^ _mix(cell.to(tl.int64))) % choices
-    tl.store(offsets + row * count + cell, drawn.to(tl.int32), cell < count)
-
-
-@triton.jit
-def _corner(h, w, across):
-    """First token of the window that this program works on, of h x w tokens each."""
-    window = tl.program_id(1)
-    return (window // across) * h * (across * w) + (window % across) * w
-
-
-@triton.jit
-def _dst_token(d, offsets, valid, stride, columns, sy: tl.constexpr, sx: tl.constexpr):
-    """Destination d of a window, counted from its corner: the drawn token of cell d."""
-    inside = tl.load(offsets + d, valid, other=0)
-    return ((d // columns) * sy + inside // sx) * stride + (d % columns) * sx + inside % sx
-
-
-@triton.jit
-def _src_token(s, offsets, valid, h, w, stride, columns, count, sy: tl.constexpr, sx: tl.constexpr):
-    """Source s of a window, counted from its corner: the rest of each cell, then the left over."""
-    others: tl.constexpr = sy * sx - 1
-    per_cell: tl.constexpr = others if others > 0 else 1
-    in_cells = count * others
-    cell = s // per_cell
-    drawn = tl.load(offsets + cell, valid & (s < in_cells), other=0)
-    inside = (drawn + s % per_cell + 1) % (sy * sx)
-    of_cell = ((cell // columns) * sy + inside // sx) * stride + (cell % columns) * sx + inside % sx
-    i = s - in_cells
-    rows = (h // sy) * sy
-    strip = w - columns * sx  # width of the strip to the right of the cells
-    right = (i // tl.maximum(strip, 1)) * stride + columns * sx + i % tl.maximum(strip, 1)
-    below = i - rows * strip
-    bottom = (rows + below // w) * stride + below % w
-    return tl.where(s < in_cells, of_cell, tl.where(i < rows * strip, right, bottom))
 
 
 @triton.jit
@@ -139,14 +90,14 @@ def _best_match(
     windows = tl.num_programs(1)
     window = tl.program_id(1)
     sources = h * w - count
-    first = b * windows * h * w + _corner(h, w, across)
+    first = b * windows * h * w + window_corner(h, w, across)
     x += first * channels
     inverse += first
     offsets += ((b // offset_rows) * windows + window) * count
     score += (b * windows + window) * sources
     match += (b * windows + window) * sources
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    src = _src_token(s, offsets, s < sources, h, w, across * w, columns, count, sy, sx)
+    src = src_token(s, offsets, s < sources, h, w, across * w, columns, count, sy, sx)
     src_inverse = tl.load(inverse + src, s < sources, other=0.0)
     # Unusable tokens are not loaded: an infinity times the zero of its inverse is NaN.
     src_row = x + src.to(tl.int64) * channels
@@ -154,7 +105,7 @@ def _best_match(
     best_d = tl.zeros([BLOCK_S], tl.int32)
     for d0 in range(0, count, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
-        dst = _dst_token(d, offsets, d < count, across * w, columns, sy, sx)
+        dst = dst_token(d, offsets, d < count, across * w, columns, sy, sx)
         dst_inverse = tl.load(inverse + dst, d < count, other=0.0)
         dst_row = x + dst.to(tl.int64) * channels
         product = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
@@ -253,8 +204,8 @@ def _rank(
     own = tl.load(score + place * sources + s, valid, other=0.0)
     rank = _place(score + place * sources, own, s0, sources, BLOCK_J, DESCENDING=True)
     offsets += ((b // offset_rows) * windows + window) * count
-    token = _src_token(s, offsets, valid, h, w, across * w, columns, count, sy, sx)
-    token += _corner(h, w, across)
+    token = src_token(s, offsets, valid, h, w, across * w, columns, count, sy, sx)
+    token += window_corner(h, w, across)
     dst = tl.load(match + place * sources + s, valid, other=0)
     merged = valid & (rank < remove)
     alone = valid & (rank >= remove)
@@ -316,7 +267,8 @@ def _list_members(
         valid = d < count
         before = _count(edge, d, 0, remove, BLOCK_J, DESCENDING=False, TIES=False)
         offsets += ((b // offset_rows) * windows + window) * count
-        token = _dst_token(d, offsets, valid, across * w, columns, sy, sx) + _corner(h, w, across)
+        token = dst_token(d, offsets, valid, across * w, columns, sy, sx)
+        token += window_corner(h, w, across)
         first = kept + before + d
         tl.store(order + first, token, valid)
         number = window * (n - remove) + kept + d
@@ -324,54 +276,6 @@ def _list_members(
         start += b * (windows * (n - remove) + 1)
         tl.store(start + number, window * n + first, valid)
         tl.store(start + windows * (n - remove) + d * 0, windows * n + d * 0, d == 0)
-
-
-@triton.jit
-def _slot_mean(
-    x,
-    order,
-    start,
-    out,
-    n,
-    slots,
-    channels,
-    BLOCK_M: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """out [B, M, C]: the mean over each slot's list of tokens, BLOCK_J of them at a time."""
-    b = tl.program_id(2).to(tl.int64)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.load(start + b * (slots + 1) + m, m < slots, other=0)
-    last = tl.load(start + b * (slots + 1) + m + 1, m < slots, other=0)
-    size = last - first
-    in_channels = (c < channels)[None, None, :]
-    total = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for j0 in range(0, tl.max(size, axis=0), BLOCK_J):
-        j = j0 + tl.arange(0, BLOCK_J)
-        listed = j[None, :] < size[:, None]
-        token = tl.load(order + b * n + first[:, None] + j[None, :], listed, other=0)
-        row = x + (b * n + token.to(tl.int64)) * channels
-        value = tl.load(
-            row[:, :, None] + c[None, None, :], listed[:, :, None] & in_channels, other=0.0
-        )
-        total += tl.sum(value.to(tl.float32), axis=1)
-    mean = total / tl.maximum(size, 1)[:, None].to(tl.float32)
-    at = out + (b * slots + m[:, None]) * channels + c[None, :]
-    tl.store(at, mean.to(out.dtype.element_ty), (m < slots)[:, None] & (c < channels)[None, :])
-
-
-@triton.jit
-def _slot_gather(y, slot, out, n, slots, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """out [B, N, C]: the row of each token's slot."""
-    b = tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    row = tl.load(slot + b * n + token, token < n, other=0)
-    inside = (token < n)[:, None] & (c < channels)[None, :]
-    value = tl.load(y + (b * slots + row[:, None]) * channels + c[None, :], inside)
-    tl.store(out + (b * n + token[:, None]) * channels + c[None, :], value, inside)
 
 
 def match_tokens(
@@ -386,25 +290,26 @@ def match_tokens(
     remove: int,
     key: int,
     refresh: int,
+    wrap_triton: Callable[[Any], Any] = as_it_is,
 ) -> None:
-    """See `kernels.match_tokens`."""
+    """See `kernels.match_tokens`; `wrap_triton`: see `triton_launch`."""
     batch, n, channels = metric.shape
     metric = metric.contiguous()
     if timestep is not None:
         timestep = timestep.reshape(-1)
     if clock is not None:
         assert timestep is not None
-        times = timestep.shape[0]
-        _tick[(1,)](clock, timestep, refresh, times, BLOCK=triton.next_power_of_2(times))
-    offsets = _offsets(metric, timestep, offsets, cells, key)
+        times = int(timestep.shape[0])
+        block = triton.next_power_of_2(times)
+        wrap_triton(_tick)[(1,)](clock, timestep, refresh, times, BLOCK=block)
+    offsets = _offsets(metric, timestep, offsets, cells, key, wrap_triton)
     window, windows = cells.window, cells.windows
-    sources = cells.sources
-    inverse, score = metric.new_empty(batch * (n + sources), dtype=torch.float32).split(
-        (batch * n, batch * sources)
-    )
-    match, edge, edge_token = metric.new_empty(
-        batch * (sources + 2 * remove), dtype=torch.int32
-    ).split((batch * sources, batch * remove, batch * remove))
+    inverse = metric.new_empty(batch, n, dtype=torch.float32)
+    # Each its own tensor: the compiler would copy the parts of a common one.
+    score = metric.new_empty(batch, cells.sources, dtype=torch.float32)
+    match = metric.new_empty(batch, cells.sources, dtype=torch.int32)
+    edge = metric.new_empty(batch, remove, dtype=torch.int32)
+    edge_token = metric.new_empty(batch, remove, dtype=torch.int32)
     split: dict[str, Any] = {
         "offsets": offsets,
         "offset_rows": batch // offsets.shape[0] if batch % offsets.shape[0] == 0 else batch,
@@ -417,26 +322,26 @@ def match_tokens(
         "sx": cells.sx,
         "flag": clock,
     }
-    plan = {"slot": slot, "order": order, "start": start, "remove": remove // windows}
+    plan: dict[str, Any] = {
+        "slot": slot,
+        "order": order,
+        "start": start,
+        "remove": remove // windows,
+    }
     lists = {"edge": edge, "edge_token": edge_token, "BLOCK": 32, "BLOCK_J": 128}
+    found = {"score": score, "match": match}
     tiles = _tiles(metric, window.count)
-    _inverse_norm[(triton.cdiv(n, 8), batch)](
+    wrap_triton(_inverse_norm)[(blocks(n, 8), batch)](
         metric, inverse, clock, n, channels, BLOCK_N=8, BLOCK_C=256
     )
-    _best_match[(triton.cdiv(window.sources, tiles["BLOCK_S"]), windows, batch)](
-        x=metric,
-        inverse=inverse,
-        score=score,
-        match=match,
-        channels=channels,
-        **tiles,
-        **split,
+    wrap_triton(_best_match)[(blocks(window.sources, tiles["BLOCK_S"]), windows, batch)](
+        x=metric, inverse=inverse, channels=channels, **found, **tiles, **split
     )
-    _rank[(triton.cdiv(window.sources, 32), windows, batch)](
-        score=score, match=match, **lists, **plan, **split
+    wrap_triton(_rank)[(blocks(window.sources, 32), windows, batch)](
+        **found, **lists, **plan, **split
     )
-    programs = triton.cdiv(plan["remove"], 32) + triton.cdiv(window.count, 32)
-    _list_members[(programs, windows, batch)](**lists, **plan, **split)
+    programs = blocks(plan["remove"], 32) + blocks(window.count, 32)
+    wrap_triton(_list_members)[(programs, windows, batch)](**lists, **plan, **split)
 
 
 def _tiles(metric: Tensor, destinations: int) -> dict[str, Any]:
@@ -459,7 +364,12 @@ def _tiles(metric: Tensor, destinations: int) -> dict[str, Any]:
 
 
 def _offsets(
-    metric: Tensor, timestep: Tensor | None, offsets: Tensor | None, cells: Cells, key: int
+    metric: Tensor,
+    timestep: Tensor | None,
+    offsets: Tensor | None,
+    cells: Cells,
+    key: int,
+    wrap_triton: Callable[[Any], Any],
 ) -> Tensor:
     """Which token of each cell is its dst, `[T, cells.count]`, int32."""
     if offsets is not None:
@@ -470,29 +380,38 @@ def _offsets(
         timestep = torch.zeros(1, device=metric.device)
     times = timestep.shape[0]
     drawn = torch.empty(times, cells.count, dtype=torch.int32, device=metric.device)
-    _draw[(triton.cdiv(cells.count, 256), times)](
+    wrap_triton(draw)[(blocks(cells.count, 256), times)](
         timestep, drawn, key, cells.count, cells.choices, BLOCK=256
     )
     return drawn
 
 
-def slot_mean(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
-    """See `kernels.slot_mean`."""
-    batch, n, channels = x.shape
-    slots = start.shape[1] - 1
-    out = x.new_empty(batch, slots, channels)
-    _slot_mean[(triton.cdiv(slots, 8), triton.cdiv(channels, 128), batch)](
-        x.contiguous(), order, start, out, n, slots, channels, 8, 2, 128
-    )
-    return out
+@torch.library.triton_op(
+    "tomesd::match_tokens_triton", mutates_args=("slot", "order", "start", "clock")
+)
+def match_tokens_op(
+    metric: Tensor,
+    timestep: Tensor | None,
+    offsets: Tensor | None,
+    slot: Tensor,
+    order: Tensor,
+    start: Tensor,
+    clock: Tensor | None,
+    h: int,
+    w: int,
+    sy: int,
+    sx: int,
+    down: int,
+    across: int,
+    remove: int,
+    key: int,
+    refresh: int,
+) -> None:
+    """`match_tokens`, for compiled models: the compiler launches the kernels itself.
 
-
-def slot_gather(y: Tensor, slot: Tensor) -> Tensor:
-    """See `kernels.slot_gather`."""
-    batch, slots, channels = y.shape
-    n = slot.shape[1]
-    out = y.new_empty(batch, n, channels)
-    _slot_gather[(triton.cdiv(n, 8), triton.cdiv(channels, 256), batch)](
-        y.contiguous(), slot, out, n, slots, channels, 8, 256
-    )
-    return out
+    Has to come last: registering it, PyTorch looks up the kernels in what it calls.
+    """
+    cells = Cells(h, w, sy, sx, down, across)
+    lists = (slot, order, start)
+    wrap = torch.library.wrap_triton
+    match_tokens(metric, timestep, offsets, *lists, clock, cells, remove, key, refresh, wrap)

@@ -1,0 +1,247 @@
+"""Whether the Triton kernels do on this GPU what they should; gpu.py runs it before it measures.
+
+    python benchmarks/gpu_checks.py [--device cuda]
+
+With `TRITON_INTERPRET=1` and `--device cpu` it runs without a GPU, on small shapes only.
+"""
+
+import argparse
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tomesd
+from tomesd import kernels
+from tomesd.kernels import Cells, draw_key, draw_offsets, reference
+from tomesd.plan import MergePlan
+
+KEY, TIME = draw_key(3, 1), 500.0
+
+
+class CheckError(SystemExit):
+    """A kernel does something else than it should."""
+
+
+def require(condition: bool | Tensor, message: str) -> None:
+    if not condition:
+        raise CheckError(f"check failed: {message}")
+
+
+def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    # Drawn on the CPU: the same whatever the device.
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def make_plan(metric: Tensor, cells: Cells, remove: int) -> MergePlan:
+    plan = MergePlan.empty(
+        metric.shape[0], cells.tokens, cells.tokens - remove, metric.device, True
+    )
+    timestep = torch.tensor([TIME], device=metric.device)
+    lists = (plan.slot, plan.order, plan.start)
+    kernels.match_tokens(metric, cells, remove, lists, timestep=timestep, key=KEY, triton=True)
+    return plan
+
+
+def problems(device: torch.device) -> Iterator[tuple[torch.dtype, int, Cells]]:
+    """Dtype, channels and grid."""
+    large = device.type == "cuda"
+    # The interpreter multiplies bfloat16 wrongly.
+    dtypes = (torch.float16, torch.bfloat16) if large else (torch.float16,)
+    grids = ((64, 64), (45, 51), (24, 33)) if large else ((16, 8), (7, 9))
+    channels = (64, 320, 640, 1280, 3072) if large else (64, 96)
+    for (h, w), window in itertools.product(grids, (0, 8)):
+        for dtype, width in itertools.product((*dtypes, torch.float32), channels):
+            yield dtype, width, Cells.of(h, w, 2, 2, window)
+
+
+def check_plans(device: torch.device) -> None:
+    """Plans are those of float64, but for scores that are equal to rounding."""
+    count = moved = tokens = 0
+    for dtype, channels, cells in problems(device):
+        metric = random(2, cells.tokens, channels, dtype=dtype, device=device)
+        remove = cells.removable(0.5)
+        plan = make_plan(metric, cells, remove)
+        name = f"plan of {dtype}, {channels} channels, {cells}"
+        require_plan_of_float64(plan, metric, cells, remove, name)
+        where: dict[str, Any] = {"timestep": torch.tensor([TIME], device=device), "key": KEY}
+        exact = tomesd.selectors.bipartite(
+            metric.double(), cells, remove, backend="reference", **where
+        )
+        count, tokens = count + 1, tokens + plan.slot.numel()
+        moved += int((plan.slot != exact.slot).sum())
+    print(f"check: {count} plans are those of float64; ties moved {moved} of {tokens} tokens")
+
+
+def require_plan_of_float64(
+    plan: MergePlan, metric: Tensor, cells: Cells, remove: int, name: str
+) -> None:
+    batch, windows = metric.shape[0], cells.windows
+    time = torch.tensor([TIME], device=metric.device)
+    offsets = draw_offsets(cells.count, cells.choices, KEY, time)
+    src, dst = (index.expand(batch, -1, -1) for index in cells.split(offsets))
+    unit = torch.nn.functional.normalize(metric.double(), dim=-1)
+    rows, columns = (
+        reference.slot_gather(unit, index.flatten(1)).view(batch, windows, -1, unit.shape[2])
+        for index in (src, dst)
+    )
+    score = rows @ columns.transpose(2, 3)  # [B, W, sources, destinations] of a window
+    best = score.max(dim=3).values
+    # Sums of so many products, 16 at a time, in float32, each rounded or cut off.
+    bound = 2.0**-21 * (4 + metric.shape[2] / 16)
+    slots = (cells.tokens - remove) // windows
+    first_dst = slots - cells.count // windows
+    corner = torch.arange(windows, device=metric.device)[:, None] * slots
+    of_dst = plan.slot.gather(1, dst.flatten(1)).view_as(dst) - corner
+    expected = torch.arange(first_dst, slots, device=metric.device)
+    require((of_dst == expected).all(), f"{name}: destinations are not in their slots")
+    of_src = plan.slot.gather(1, src.flatten(1)).view_as(src) - corner
+    merged = of_src >= first_dst
+    require((merged.sum(2) == remove // windows).all(), f"{name}: not {remove} tokens removed")
+    chosen = score.gather(3, (of_src - first_dst).clamp_min(0).unsqueeze(3)).squeeze(3)
+    require(
+        (best - chosen <= bound)[merged].all(), f"{name}: a token is not merged into its best match"
+    )
+    last = torch.where(merged, best, 2.0).min(dim=2).values
+    left = torch.where(merged, -2.0, best).max(dim=2).values
+    require((left - last <= bound).all(), f"{name}: not the most similar tokens are merged")
+    # Those that stay are numbered by falling similarity.
+    kept = torch.empty_like(best[..., :first_dst]).flatten(0, 1)
+    for window, (own, values) in enumerate(
+        zip(of_src.flatten(0, 1), best.flatten(0, 1), strict=True)
+    ):
+        stays = own < first_dst
+        kept[window, own[stays]] = values[stays]
+    require((kept[:, 1:] - kept[:, :-1] <= bound).all(), f"{name}: the rest is in a wrong order")
+
+
+def check_repeats(device: torch.device) -> None:
+    """The same bits every time."""
+    count = 0
+    for dtype, channels, cells in problems(device):
+        metric = random(2, cells.tokens, channels, dtype=dtype, device=device)
+        runs = []
+        for _ in range(5):
+            plan = make_plan(metric, cells, cells.removable(0.5))
+            runs.append((plan.slot, plan.order, plan.start, plan.merge(metric)))
+        same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+        require(same, f"{dtype}, {channels} channels, {cells}: other bits in another run")
+        count += 1
+    print(f"check: {count} plans and means are the same bits in 5 runs")
+
+
+def check_merging(device: torch.device) -> None:
+    """Error at most twice that of the reference in the same precision, both against float64."""
+    worst = 0.0
+    for dtype, channels, cells in problems(device):
+        x = random(2, cells.tokens, channels, dtype=dtype, device=device)
+        plan = make_plan(x, cells, cells.removable(0.5))
+        y = random(2, plan.start.shape[1] - 1, channels, dtype=dtype, device=device, seed=1)
+        merged = plan.merge(x)
+        lists = (plan.slot, plan.order, plan.start)
+        for name, operands, rest in (
+            ("slot_mean", (x,), lists),
+            ("slot_gather", (y,), (plan.slot,)),
+            ("slot_restore", (x, y, merged), (plan.slot,)),
+        ):
+            plain: Callable[..., Tensor] = getattr(reference, name)
+            exact = plain(*(one.double() for one in operands), *rest)
+            fast = getattr(kernels, name)(*operands, *rest, triton=True)
+            error, allowed = (
+                (out.double() - exact).abs().max().item() for out in (fast, plain(*operands, *rest))
+            )
+            message = f"{name} of {dtype}, {channels} channels, {cells}: error {error:.1e}"
+            require(error <= 2 * allowed + 1e-7, f"{message}, of the reference {allowed:.1e}")
+            worst = max(worst, error / (allowed + 1e-7))
+    print(
+        f"check: slot_mean, slot_gather, slot_restore: at most {worst:.2f} x the reference's error"
+    )
+
+
+def make_unet(device: torch.device) -> Any:
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(64, 128),
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        cross_attention_dim=64,
+        attention_head_dim=4,
+        norm_num_groups=8,
+    )
+    return unet.to(device, torch.float16 if device.type == "cuda" else torch.float32).eval()
+
+
+@torch.no_grad()
+def check_graphs(device: torch.device) -> None:
+    """A CUDA graph replays what eager mode computes, over the steps of two images."""
+    plain = make_unet(device)
+    dtype, size = plain.dtype, 32 if device.type == "cuda" else 8
+    # Two images, the second beginning before the first one's plan has served its calls.
+    times = (900.0, 700.0, 500.0, 800.0, 600.0, 400.0)
+    noise = [
+        random(2, 4, size, size, dtype=dtype, device=device, seed=i) for i in range(len(times))
+    ]
+    text = random(2, 7, 64, dtype=dtype, device=device)
+    for share in ("block", "steps"):
+        options: dict[str, Any] = {"share": share, "refresh": 2, "when": "always"}
+        eager, captured = (
+            tomesd.apply_patch(copy.deepcopy(plain), 0.5, backend="triton", **options)
+            for _ in range(2)
+        )
+        sample, timestep = noise[0].clone(), torch.tensor(times[0], device=device)
+        replay, out = capture(lambda m=captured, s=sample, t=timestep: m(s, t, text).sample, device)
+        for step, given in zip(times, noise, strict=True):
+            sample.copy_(given)
+            timestep.fill_(step)
+            expected = eager(given, torch.tensor(step, device=device), text).sample
+            replay()
+            same = torch.equal(out[0], expected)
+            require(same, f'share="{share}", timestep {step:g}: the graph differs from eager mode')
+        moved = (plain(given, timestep, text).sample - expected).abs().max()
+        require(moved > 0, f'share="{share}": nothing is merged')
+        print(f'check: share="{share}": a graph replays {len(times)} eager steps bit for bit')
+
+
+def capture(
+    call: Callable[[], Tensor], device: torch.device
+) -> tuple[Callable[[], None], list[Tensor]]:
+    """Something that repeats `call`, and where its result is then found."""
+    out = [call()]
+    if device.type != "cuda":
+
+        def again() -> None:
+            out[0] = call()
+
+        return again, out
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out[0] = call()
+    return graph.replay, out
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raises `CheckError` at the first thing that is wrong."""
+    start = time.monotonic()
+    check_plans(device)
+    check_repeats(device)
+    check_merging(device)
+    check_graphs(device)
+    print(f"check: {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
+    check_kernels(parser.parse_args().device)

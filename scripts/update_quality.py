@@ -1,0 +1,549 @@
+"""Writes docs/quality.md and its figures from the rows in benchmarks/results/quality.jsonl.
+
+    python scripts/update_quality.py           update the files
+    python scripts/update_quality.py --check   fail if the document is out of date
+
+What the document says about the numbers is found out from them. Of a row that was made several
+times, the last counts.
+"""
+
+import argparse
+import itertools
+import json
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tomesd.bench.plots import COLOURS, save_figure
+from tomesd.bench.rows import Row, read_rows
+from tomesd.bench.tables import markdown, times, versions
+
+ROOT = Path(__file__).parent.parent
+ORIGINAL, OURS = "tomesd 0.1.3", "this library"
+SPEEDS = {"speedup": "fused attention", "speedup_unfused": "unfused attention"}
+SHEET = "images.jpg"
+
+# FID at r = 0.5 on Stable Diffusion, from the tables of the paper (Bolya & Hoffman 2023).
+PAPER = {
+    "partition": {"random in 2x2": 35.66, "strided 2x2": 36.12},
+    "layers": {"self-attention": 33.73, "everything": 35.66},
+    "levels": {"level 1": 33.29, "levels 1-4": 35.66},
+    "schedule": {"60 to 40 %": 35.53, "flat 50 %": 35.66},
+}
+FULLY_RANDOM = 46.08
+
+INTRODUCTION = """\
+# Quality
+
+What merging does to images. Every table and every sentence on a number is written from rows in
+[benchmarks/results/quality.jsonl](../benchmarks/results/quality.jsonl) by
+[scripts/update_quality.py](../scripts/update_quality.py), the bad results with the good.
+
+**These are images of the embedded model, not of Stable Diffusion**: a small latent diffusion model
+that draws one to four objects on a background, at 256 px. Its numbers tell which of two ways to
+merge is better; how large the difference is on another model, they do not tell. `tomesd eval`
+measures that.
+
+- Image i of every row has held-out caption i and seed i, so rows differ by the merging alone.
+- **PSNR**, **SSIM**, **LPIPS** (AlexNet): each image against the unmerged one of the same seed.
+- **FID**, **KID**: the set of images against scenes composed as those of the training, of other
+  held-out captions. **FID to unmerged**: against unmerged images of the same captions, of other
+  seeds where nothing else is said. FID depends on the number of images: compare it within a table.
+- **±** is half of the 95 % interval, over images.
+- **Speed-up**: GPU time of the UNet's steps, with guidance, many images at a time, unmerged against
+  merged, taking turns at every step. With PyTorch's fused attention; and unfused, as when the paper
+  was written.
+"""
+
+
+class Document:
+    """Collects sections; knows the rows."""
+
+    def __init__(self, results: Path, figures: Path):
+        if not results.is_file():
+            raise SystemExit(f"{results}: no such file; benchmarks/quality.py makes it")
+        last = {}
+        for row in read_rows(results):
+            names = ("section", "setting", "variant", "label", "settings")
+            last[json.dumps([row.get(name) for name in names], sort_keys=True)] = row
+        self.rows = list(last.values())
+        if not self.rows:
+            raise SystemExit(f"{results}: has no rows; benchmarks/quality.py makes them")
+        self.figures = figures
+        self.parts = [INTRODUCTION]
+
+    def section(self, name: str) -> list[Row]:
+        return [row for row in self.rows if row["section"] == f"quality-{name}"]
+
+    def add(self, title: str, *parts: str, rows: list[Row] | None = None) -> None:
+        self.parts += [f"## {title}\n", *(part.strip() + "\n" for part in parts if part)]
+        if rows:
+            self.parts.append(f"{versions(rows)}.\n")
+
+    def missing(self, title: str) -> None:
+        self.add(title, "Not measured yet.")
+
+    def text(self) -> str:
+        return "\n".join(self.parts)
+
+
+def filled(words: str) -> str:
+    """A paragraph in lines of at most 100 characters."""
+    return textwrap.fill(" ".join(words.split()), 100, break_long_words=False)
+
+
+def value(row: Row, name: str, digits: int, scale: float = 1.0) -> str:
+    """With half of its interval."""
+    if row.get(name) is None:
+        return "-"
+    text = f"{scale * row[name]:.{digits}f}"
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    return (
+        text if low is None or high is None else f"{text} ± {scale * (high - low) / 2:.{digits}f}"
+    )
+
+
+def clearly_below(one: Row, other: Row, name: str) -> bool:
+    """Lower, and the intervals do not overlap."""
+    high, low = one.get(f"{name}_high"), other.get(f"{name}_low")
+    return high is not None and low is not None and high < low
+
+
+def has(row: Row, *names: str) -> bool:
+    return all(row.get(name) is not None for name in names)
+
+
+def images_of(rows: list[Row]) -> str:
+    first = rows[0]
+    solver = "PLMS" if first["scheduler"] == "plms" else "DDIM"
+    counts = " or ".join(f"{n:,}" for n in dict.fromkeys(row["images"] for row in rows))
+    return (
+        f"{counts} images a row, {first['height']} px, {first['steps']} {solver} steps, guidance "
+        f"{first['guidance']:g}"
+    )
+
+
+def listed(words: Iterable[str]) -> str:
+    found = list(words)
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
+
+
+def name_of(row: Row) -> str:
+    return {"original": ORIGINAL, "tomesd": OURS}.get(row["variant"], row["variant"])
+
+
+def paper(document: Document) -> None:
+    title, rows = "The table of the paper", document.section("paper")
+    merged = sorted(
+        (row for row in rows if row["settings"]), key=lambda row: row["settings"]["ratio"]
+    )
+    if not merged:
+        document.missing(title)
+        return
+    header = ["r %", "", "FID", "FID to unmerged", "KID x 1000", "PSNR", "SSIM", "LPIPS"]
+    header += ["s / image", "MiB / image", "speed-up", "unfused"]
+    base = [row for row in rows if not row["settings"]]
+    lines = [["0", "unmerged", *paper_cells(row), "1", "1"] for row in base]
+    for row in merged:
+        speeds = [times(row.get(name)) for name in SPEEDS]
+        lines.append(
+            [f"{100 * row['settings']['ratio']:.0f}", name_of(row), *paper_cells(row), *speeds]
+        )
+    seeds = {"other seeds": "of other seeds", "same seeds": "of the same seeds"}
+    how = f"""
+{images_of(rows)}; {rows[0].get("reference_scenes") or "no"} composed scenes. "Unmerged" of the
+fourth column: images {seeds[merged[0]["unmerged_set"]]}; what the unmerged set itself has there is
+the least that can be had. Both libraries at default settings, and merging everywhere they say,
+also where it does not pay. Time is that of {rows[0]["batch"]} images at a time, decoding included;
+memory is the peak of the steps, per image."""
+    if rows[0]["mode"] != "eager":
+        how += (
+            f" For the time and the images, {rows[0]['mode']}; speed-ups are those of eager mode."
+        )
+    pictures = [f"![FID and LPIPS against the ratio]({plot_paper(rows, document.figures)})"]
+    if (document.figures / SHEET).exists():
+        pictures.append(
+            f"![Some of the images, one line for each setting](figures/quality/{SHEET})"
+        )
+    table = markdown(header, lines)
+    document.add(title, filled(how), table, filled(side_by_side(merged)), *pictures, rows=rows)
+
+
+def paper_cells(row: Row) -> list[str]:
+    memory = row.get("peak_mib")
+    return [
+        value(row, "fid", 2),
+        value(row, "fid_unmerged", 2),
+        value(row, "kid", 2, 1000),
+        value(row, "psnr", 2),
+        value(row, "ssim", 3),
+        value(row, "lpips", 4),
+        f"{row['seconds_per_image']:.3f}",
+        "-" if memory is None else f"{memory / row['batch']:.1f}",
+    ]
+
+
+def side_by_side(rows: list[Row]) -> str:
+    """In which ratios one library is clearly better."""
+    pairs = {}
+    for row in rows:
+        pairs.setdefault(row["settings"]["ratio"], {})[row["variant"]] = row
+    full = {r: pair for r, pair in pairs.items() if {"original", "tomesd"} <= pair.keys()}
+    sentences = []
+    for name, label in (("lpips", "LPIPS"), ("fid", "FID")):
+        better = [r for r, p in full.items() if clearly_below(p["tomesd"], p["original"], name)]
+        worse = [r for r, p in full.items() if clearly_below(p["original"], p["tomesd"], name)]
+        rest = [r for r in full if r not in better and r not in worse]
+        parts = [
+            f"{words} at {listed(f'{100 * r:.0f} %' for r in ratios)}"
+            for words, ratios in (
+                (f"{OURS} is lower", better),
+                (f"{ORIGINAL} is lower", worse),
+                ("the intervals overlap", rest),
+            )
+            if ratios
+        ]
+        if parts:
+            sentences.append(f"By {label}, {'; '.join(parts)}.")
+    return " ".join(sentences)
+
+
+def ablations(document: Document) -> None:
+    title, rows = "The ablations of the paper", document.section("ablations")
+    rows = [row for row in rows if row["settings"]]
+    if not rows:
+        document.missing(title)
+        return
+    parts = [
+        filled(f"""
+{images_of(rows)}, r = 0.5. Each starts from what the paper starts from: all layers and all levels
+are merged, with random destinations in 2x2 cells, and the whole image is searched. The paper's FIDs
+are of Stable Diffusion: only their order can be compared. Destinations drawn anywhere (the paper:
+{FULLY_RANDOM}) cannot be had here, as every cell has one; long cells stand for them.""")
+    ]
+    for group, theirs in PAPER.items():
+        found = [row for row in rows if row["setting"] == group]
+        if found:
+            header = [group, "paper: FID", "FID", "FID to unmerged", "LPIPS", "PSNR"]
+            lines = [
+                [
+                    row["label"],
+                    f"{theirs[row['label']]:.2f}" if row["label"] in theirs else "-",
+                    value(row, "fid", 2),
+                    value(row, "fid_unmerged", 2),
+                    value(row, "lpips", 4),
+                    value(row, "psnr", 2),
+                ]
+                for row in found
+            ]
+            parts += [markdown(header, lines), filled(compared_order(found, theirs))]
+    document.add(title, *parts, rows=rows)
+
+
+def compared_order(rows: list[Row], theirs: dict[str, float]) -> str:
+    """Whether the rows that the paper has are in its order, and how sure that is."""
+    by_label = {row["label"]: row for row in rows}
+    order = [
+        by_label[label] for label in sorted(theirs, key=theirs.__getitem__) if label in by_label
+    ]
+    if len(order) < 2:
+        return "The rows of the paper are not measured yet."
+    sentences = []
+    for name, label in (("fid", "FID"), ("lpips", "LPIPS")):
+        if not all(has(row, name) for row in order):
+            continue
+        pairs = list(itertools.pairwise(order))
+        same = all(a[name] < b[name] for a, b in pairs)
+        clear = all(clearly_below(a, b, name) or clearly_below(b, a, name) for a, b in pairs)
+        sure = "" if clear else ", but the intervals overlap"
+        words = "the same order as" if same else "not the order of"
+        sentences.append(f"By {label}: **{words} the paper**{sure}.")
+    return " ".join(sentences)
+
+
+def seed(document: Document) -> None:
+    title, rows = "K-means, similarity to the mean, a noise threshold", document.section("seed")
+    rows = [row for row in rows if row["settings"]]
+    if not rows:
+        document.missing(title)
+        return
+    header = ["", "LPIPS", "PSNR", "FID", "speed-up", "unfused", "the paper's, as fast", "verdict"]
+    known = [row for row in rows if row["setting"] == "paper"]
+    lines = []
+    for row in rows:
+        rival = best_rival(row, known) if row["setting"] != "paper" else None
+        lines.append(
+            [
+                row["label"],
+                value(row, "lpips", 4),
+                value(row, "psnr", 2),
+                value(row, "fid", 2),
+                *(times(row.get(name)) for name in SPEEDS),
+                "-" if rival is None else f"{rival['label']}: {value(rival, 'lpips', 4)}",
+                "-" if row["setting"] == "paper" else verdict(row, rival),
+            ]
+        )
+    how = f"""
+{images_of(rows)}. A summary of the paper describes another algorithm: clusters from
+k-means, similarity to the mean token of the image, and merging only below a noise level at which 40
+% of the steps lie. All are options here (`selector="kmeans"`, `metric="mean"`, `tau`), and are
+compared with the paper's (`bipartite`, `input`) at equal measured time: with the row of it that has
+the lowest LPIPS among those at least as fast, within one percent, in fused attention."""
+    document.add(title, filled(how), markdown(header, lines), rows=rows)
+
+
+def best_rival(row: Row, known: list[Row]) -> Row | None:
+    """The best of the rows that are at least as fast."""
+    if not has(row, "speedup"):
+        return None
+    fast = [
+        k for k in known if has(k, "speedup", "lpips") and k["speedup"] >= 0.99 * row["speedup"]
+    ]
+    return min(fast, key=lambda k: k["lpips"], default=None)
+
+
+def verdict(row: Row, rival: Row | None) -> str:
+    if not has(row, "speedup"):
+        return "-"
+    if row["speedup"] <= 1:
+        return "no gain: unmerged is as fast"
+    if rival is None:
+        return "faster than all of the paper's"
+    if clearly_below(row, rival, "lpips"):
+        return f"better, LPIPS {1 - row['lpips'] / rival['lpips']:.0%} lower"
+    if clearly_below(rival, row, "lpips"):
+        # Far above, percentages tell nothing.
+        return f"worse, LPIPS {row['lpips'] / max(rival['lpips'], 1e-9):.1f} times as high"
+    return "no clear difference"
+
+
+def front(document: Document) -> None:
+    title, rows = "Quality against speed", document.section("front")
+    base = [row for row in rows if not row["settings"]]
+    rows = [row for row in rows if row["settings"]]
+    if not rows:
+        document.missing(title)
+        return
+    header = ["", "LPIPS", "PSNR", "FID", "FID to unmerged", "KID x 1000", "speed-up", "unfused"]
+    lines = [
+        [
+            f"{ORIGINAL}: {row['label'].removeprefix('0.1.3 ')}"
+            if row["variant"] == "original"
+            else row["label"],
+            value(row, "lpips", 4),
+            value(row, "psnr", 2),
+            value(row, "fid", 2),
+            value(row, "fid_unmerged", 2),
+            value(row, "kid", 2, 1000),
+            *(times(row.get(name)) for name in SPEEDS),
+        ]
+        for row in rows
+    ]
+    for row in base:
+        scores = [value(row, n, 2, s) for n, s in (("fid", 1), ("fid_unmerged", 1), ("kid", 1000))]
+        lines.insert(0, ["unmerged", "0", "-", *scores, "1", "1"])
+    parts = [filled(f"{images_of(rows)}. Everything: all layers, levels 1 to 4.")]
+    parts.append(markdown(header, lines))
+    for speed, name in SPEEDS.items():
+        parts += statement(rows, speed, name)
+    parts.append(f"![LPIPS and FID against speed-up]({plot_front(rows, document.figures)})")
+    document.add(title, *parts, rows=rows)
+
+
+def statement(rows: list[Row], speed: str, name: str) -> list[str]:
+    """Of each of the original's rows, whether a row of ours beats it."""
+    theirs = [row for row in rows if row["variant"] == "original" and has(row, speed, "lpips")]
+    mine = [row for row in rows if row["variant"] == "tomesd" and has(row, speed, "lpips")]
+    if not theirs or not mine:
+        return []
+    judged = [(row, judge(row, mine, speed)) for row in theirs]
+    beaten = sum(words.startswith("beaten") for _, words in judged)
+    slower = sum(words.startswith("no gain") for _, words in judged)
+    gaining = len(theirs) - slower
+    every = (
+        f"it never makes the model faster, in {slower} settings."
+        if gaining == 0
+        else f"{'at every' if beaten == gaining else f'at {beaten} of {gaining}'} "
+        f"speed-up{'' if beaten == gaining else 's'} that it reaches, a setting of {OURS} "
+        "is at least as fast with lower LPIPS and FID, and no intervals overlap."
+    )
+    lines = [f"- {row['label'].removeprefix('0.1.3 ')}: {words}" for row, words in judged]
+    intro = f"**With {name}**, compared with {ORIGINAL}: {every}"
+    return [filled(intro), "\n".join(lines)]
+
+
+def judge(row: Row, mine: list[Row], speed: str) -> str:
+    """What ours do where the original has `row`."""
+    where = f"{times(row[speed])}, LPIPS {value(row, 'lpips', 4)}"
+    if row[speed] <= 1:
+        return f"no gain ({where}): the unmerged model is as fast, and better"
+    fast = [r for r in mine if r[speed] >= row[speed]]
+    closer = [r for r in mine if r["lpips"] <= row["lpips"]]
+    both = [r for r in fast if all(clearly_below(r, row, name) for name in ("lpips", "fid"))]
+    fastest = max(closer, key=lambda r: r[speed], default=None)
+    gain = "none of ours has its LPIPS"
+    if fastest is not None:
+        gain = f"at no more than its LPIPS, ours reach {times(fastest[speed])} ({fastest['label']})"
+    if both:
+        best = min(both, key=lambda r: r["lpips"])
+        return f"beaten ({where}) by {best['label']}, LPIPS {value(best, 'lpips', 4)}; {gain}"
+    if not fast:
+        return f"not reached ({where}): none of ours is as fast; {gain}"
+    best = min(fast, key=lambda r: r["lpips"])
+    scores = [
+        f"{label} {'lower' if clearly_below(best, row, n) else 'not clearly lower'}"
+        for n, label in (("lpips", "LPIPS"), ("fid", "FID"))
+    ]
+    return f"not beaten in both ({where}): {best['label']} has {listed(scores)}; {gain}"
+
+
+def searched(document: Document) -> None:
+    title, rows = "The search", document.section("search")
+    rows = [row for row in rows if row["settings"] and has(row, "lpips", "speedup")]
+    if not rows:
+        document.missing(title)
+        return
+    parts = [
+        filled(f"""
+{images_of(rows)}, {len(rows)} settings, of which the tables show those that no other is both faster
+and closer than.""")
+    ]
+    for speed, name in SPEEDS.items():
+        lines = []
+        for row in pareto(rows, speed):
+            scores = [value(row, "lpips", 4), value(row, "psnr", 2)]
+            lines.append([name_of(row), row["label"], times(row[speed]), *scores])
+        parts.append(markdown([name, "settings", "speed-up", "LPIPS", "PSNR"], lines))
+    parts.append(f"![LPIPS against speed-up]({plot_search(rows, document.figures)})")
+    document.add(title, *parts, rows=rows)
+
+
+def pareto(rows: list[Row], speed: str) -> list[Row]:
+    """Those that no other is both faster and closer than, slowest first."""
+    best: list[Row] = []
+    known = [row for row in rows if has(row, speed)]
+    for row in sorted(known, key=lambda row: (-row[speed], row["lpips"])):
+        if not best or row["lpips"] < best[-1]["lpips"]:
+            best.append(row)
+    return best[::-1]
+
+
+def panels(rows: int, columns: int, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(8.0, height), layout="constrained")
+    axes = picture.subplots(rows, columns, squeeze=False)
+    for one in axes.flat:
+        one.spines[["top", "right"]].set_visible(False)
+    return picture, axes
+
+
+def drawn(axes: Any, rows: list[Row], x: Callable[[Row], float], y: str, **style: Any) -> None:
+    """Points with error bars."""
+    rows = sorted((row for row in rows if has(row, y)), key=x)
+    if not rows:
+        return
+    values = [row[y] for row in rows]
+    errors = [
+        [abs(row[y] - end) if (end := row.get(f"{y}_{side}")) is not None else 0.0 for row in rows]
+        for side in ("low", "high")
+    ]
+    axes.errorbar([x(row) for row in rows], values, yerr=errors, ms=4, capsize=2, lw=1, **style)
+
+
+def plot_paper(rows: list[Row], figures: Path) -> str:
+    picture, axes = panels(1, 2, 3.2)
+    for one, name, label in zip(axes[0], ("fid", "lpips"), ("FID", "LPIPS"), strict=True):
+        for kind, words in (("original", ORIGINAL), ("tomesd", OURS)):
+            chosen = [row for row in rows if row["variant"] == kind]
+            style = {"color": COLOURS[kind], "label": words, "fmt": "o-"}
+            drawn(one, chosen, lambda row: 100 * row["settings"]["ratio"], name, **style)
+        for row in rows:
+            if not row["settings"] and has(row, name):
+                one.axhline(row[name], color=COLOURS["unpatched"], lw=1, label="unmerged")
+        one.set_xlabel("r %")
+        one.set_ylabel(label)
+    axes[0][0].legend(frameon=False, fontsize=8)
+    return saved(picture, figures, "paper.svg")
+
+
+def plot_front(rows: list[Row], figures: Path) -> str:
+    picture, axes = panels(2, 2, 6.0)
+    for line, (score, label) in zip(axes, (("lpips", "LPIPS"), ("fid", "FID")), strict=True):
+        for one, (speed, words) in zip(line, SPEEDS.items(), strict=True):
+            for kind, name in (("original", ORIGINAL), ("tomesd", OURS)):
+                chosen = [row for row in rows if row["variant"] == kind and has(row, speed)]
+                style = {"color": COLOURS[kind], "label": name, "fmt": "o"}
+                drawn(one, chosen, lambda row, speed=speed: row[speed], score, **style)
+            one.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
+            one.set_xlabel(f"speed-up, {words}")
+            one.set_ylabel(label)
+    axes[0][0].legend(frameon=False, fontsize=8)
+    return saved(picture, figures, "front.svg")
+
+
+def plot_search(rows: list[Row], figures: Path) -> str:
+    picture, axes = panels(1, 2, 3.6)
+    colours = {"attn": "#00798c", "kv": "#c7b446", "block": "#6a4c93", "stack": "#2a6f97"}
+    for one, (speed, words) in zip(axes[0], SPEEDS.items(), strict=True):
+        chosen = [row for row in rows if row["variant"] == "original" and has(row, speed)]
+        style = {"s": 14, "color": COLOURS["original"], "label": ORIGINAL}
+        one.scatter([row[speed] for row in chosen], [row["lpips"] for row in chosen], **style)
+        for target, colour in colours.items():
+            mine = [row for row in rows if row["setting"] == target and has(row, speed)]
+            points = ([row[speed] for row in mine], [row["lpips"] for row in mine])
+            one.scatter(*points, s=14, color=colour, label=target)
+        best = pareto(rows, speed)
+        one.step([r[speed] for r in best], [r["lpips"] for r in best], "k-", lw=0.8, where="pre")
+        one.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
+        one.set_xlabel(f"speed-up, {words}")
+        one.set_ylabel("LPIPS")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    return saved(picture, figures, "search.svg")
+
+
+def saved(picture: Any, figures: Path, name: str) -> str:
+    save_figure(picture, figures / name)
+    return f"figures/quality/{name}"
+
+
+def build(document: Document) -> str:
+    for section in (paper, front, searched, ablations, seed):
+        section(document)
+    return document.text()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks" / "results" / "quality.jsonl"
+    )
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    args = parser.parse_args(arguments)
+    path = args.docs / "quality.md"
+    if args.check:
+        check(args, path)
+        return
+    text = build(Document(args.results, args.docs / "figures" / "quality"))
+    path.write_text(text, encoding="utf-8")
+
+
+def check(args: argparse.Namespace, path: Path) -> None:
+    """Figures may differ in a detail from one matplotlib to the next: only the text is compared."""
+    import tempfile
+
+    figures = args.docs / "figures" / "quality"
+    with tempfile.TemporaryDirectory() as folder:
+        if (figures / SHEET).exists():
+            (Path(folder) / SHEET).touch()
+        text = build(Document(args.results, Path(folder)))
+        made = {figure.name for figure in Path(folder).glob("*")}
+    there = {figure.name for figure in figures.glob("*")}
+    if not path.exists() or path.read_text(encoding="utf-8") != text or made != there:
+        raise SystemExit(f"{path.name} is out of date: run python scripts/update_quality.py")
+
+
+if __name__ == "__main__":
+    main()

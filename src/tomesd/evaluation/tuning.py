@@ -1,0 +1,399 @@
+"""Looks for the settings that keep a budget: the search behind `tomesd tune`.
+
+Optuna proposes settings; each is measured against no merging on the same few images; what looks
+best is measured once more on images that the search has not seen, and only then believed.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+import tomesd
+
+from ..generation.loading import denoiser
+from ..presets import PRESETS, changed
+from ..settings import DOWNSAMPLES, MergeWarning, Settings
+from .figures import pareto_front
+from .metrics import PSNR_CAP, paired_scores, speedup_estimate
+from .progress import Progress, Silent
+from .prompts import Item
+from .runs import Sampling
+from .sampling import sample_batch
+
+__all__ = [
+    "Budget",
+    "Choice",
+    "Log",
+    "Measure",
+    "Measurement",
+    "Scales",
+    "choose",
+    "first_options",
+    "front_of",
+    "levels_of",
+    "search",
+    "search_space",
+]
+
+Options = dict[str, Any]
+_ASKS_PER_TRIAL = 20
+"""Proposals that are refused or known already cost no trial, but there has to be an end."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What settings do, beside no merging."""
+
+    options: Options
+    """Those that differ from the defaults."""
+    seconds: float
+    """Of one image."""
+    speedup: float
+    lpips: float
+    psnr: float
+    merges: bool = True
+    """Whether anything is merged at all."""
+
+    @property
+    def gains(self) -> bool:
+        return self.merges and self.speedup > 1
+
+
+Measure = Callable[[Options], Measurement]
+Log = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What settings have to keep; among those that do, the one to prefer."""
+
+    kind: Literal["max_lpips", "min_psnr", "speedup"]
+    limit: float
+
+    @classmethod
+    def of(cls, **limits: float | None) -> "Budget":
+        """From `max_lpips`, `min_psnr` and `speedup`, all of them None but one."""
+        given = [(kind, limit) for kind, limit in limits.items() if limit is not None]
+        if len(given) != 1:
+            raise ValueError("give one budget: --max-lpips, --min-psnr or --speedup")
+        kind, limit = given[0]
+        least = 1 if kind == "speedup" else 0
+        if not least < limit < float("inf"):
+            raise ValueError(f"{kind}={limit:g}: must be more than {least}")
+        return cls(kind, limit)  # type: ignore[arg-type]
+
+    def kept_by(self, measured: Measurement) -> bool:
+        """Settings that are slower than no merging keep no budget."""
+        if not measured.gains:
+            return False
+        if self.kind == "max_lpips":
+            return measured.lpips <= self.limit
+        if self.kind == "min_psnr":
+            return measured.psnr >= self.limit
+        return measured.speedup >= self.limit
+
+    def cost(self, measured: Measurement) -> tuple[float, float]:
+        """Less is better, among those that keep it."""
+        lpips, speedup = measured.lpips, measured.speedup
+        return (lpips, -speedup) if self.kind == "speedup" else (-speedup, lpips)
+
+    def nearest(self, seen: Iterable[Measurement]) -> Measurement | None:
+        """The one that comes closest, of those that gain anything."""
+        distance: dict[str, Callable[[Measurement], float]] = {
+            "max_lpips": lambda measured: measured.lpips,
+            "min_psnr": lambda measured: -measured.psnr,
+            "speedup": lambda measured: -measured.speedup,
+        }
+        gaining = [measured for measured in seen if measured.gains]
+        return min(gaining, key=distance[self.kind], default=None)
+
+    def __str__(self) -> str:
+        words = {"max_lpips": "LPIPS of at most", "min_psnr": "PSNR of at least"}
+        return f"{words.get(self.kind, 'speed-up of at least')} {self.limit:g}"
+
+
+class Scales:
+    """Makes the same images with and without merging, in turn, and measures both.
+
+    Args:
+        batch: how many images to make at a time.
+        repeats: how many times to take the time.
+        on_call: told how much of a measurement is done, 0 to 1.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        items: Sequence[Item],
+        sampling: Sampling,
+        lpips: Any,
+        batch: int = 4,
+        repeats: int = 3,
+        on_call: Callable[[float], None] | None = None,
+    ) -> None:
+        for name, value in (("batch", batch), ("repeats", repeats)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        self.pipe, self.sampling, self.lpips = pipe, sampling, lpips
+        self.batches = [items[i : i + batch] for i in range(0, len(items), batch)]
+        self.images, self.repeats = len(items), repeats
+        self.on_call = on_call or (lambda share: None)
+        self._unmerged: list[torch.Tensor] | None = None
+
+    def measure(self, options: Mapping[str, Any]) -> Measurement:
+        """Seconds are medians over the repeats; a speed-up is the ratio of two medians."""
+        if self._unmerged is None:  # it is the warm-up too
+            self._unmerged = [self._run(batch, None)[0] for batch in self.batches]
+        scores: dict[str, list[Any]] = {"lpips": [], "psnr": []}
+        calls, done = len(self.batches) * (1 + 2 * self.repeats), 0
+        # The first images with new settings are slow: they are looked at, but not timed.
+        for batch, unmerged in zip(self.batches, self._unmerged, strict=True):
+            merged, _ = self._run(batch, options)
+            for name, values in paired_scores(merged, unmerged, self.lpips).items():
+                scores.setdefault(name, []).extend(values)
+            done += 1
+            self.on_call(done / calls)
+        seconds = np.zeros((2, self.repeats))
+        for repeat in range(self.repeats):
+            for batch in self.batches:
+                for row, setting in enumerate((None, options)):
+                    seconds[row, repeat] += self._run(batch, setting)[1]
+                    done += 1
+                    self.on_call(done / calls)
+        merges = bool(min(scores["psnr"]) < PSNR_CAP)
+        return Measurement(
+            dict(options),
+            seconds=float(np.median(seconds[1])) / self.images,
+            # If nothing is merged, all that differs is the noise.
+            speedup=speedup_estimate(seconds[0], seconds[1]).value if merges else 1.0,
+            lpips=float(np.mean(scores["lpips"])),
+            psnr=float(np.mean(scores["psnr"])),
+            merges=merges,
+        )
+
+    def _run(self, batch: Sequence[Item], options: Mapping[str, Any] | None) -> Any:
+        """Pixels `[B, 3, H, W]` of uint8 and seconds; `None` merges nothing."""
+        with warnings.catch_warnings():
+            # One that says that nothing is merged is heard from the images.
+            warnings.simplefilter("ignore", MergeWarning)
+            if options is None:
+                made = sample_batch(self.pipe, batch, self.sampling)
+            else:
+                with tomesd.patched(self.pipe, **options):
+                    made = sample_batch(self.pipe, batch, self.sampling)
+        pixels = torch.stack([torch.from_numpy(np.array(image)) for image in made.images])
+        return pixels.permute(0, 3, 1, 2).to(denoiser(self.pipe).device), made.seconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option that is searched."""
+
+    name: str
+    values: tuple[Any, ...]
+    ordered: bool = False
+    """Whether neighbouring values do about the same."""
+    only_if: Callable[[Options], bool] = lambda options: True
+    """Whether it does anything, given the options before it."""
+
+    def place_of(self, value: Any) -> int:
+        """Of the value, or of the one next to it."""
+        if value in self.values:
+            return self.values.index(value)
+        numbers = [v for v in self.values if self.ordered and v is not None and value is not None]
+        if not numbers:
+            return 0
+        return self.values.index(min(numbers, key=lambda number: abs(number - value)))
+
+
+def search_space(levels: Sequence[int], fixed: Iterable[str] = ()) -> list[Choice]:
+    """The options that are tried, but for those that stay as they are.
+
+    Args:
+        levels: downsampling of the levels of the model, finest first.
+    """
+    percents = tuple(percent / 100 for percent in range(10, 76, 5))
+    space = (
+        Choice("ratio", percents, ordered=True),
+        Choice("target", ("attn", "kv", "block", "stack")),
+        Choice("merge_crossattn", (False, True), only_if=lambda o: o["target"] == "attn"),
+        Choice("merge_mlp", (False, True), only_if=lambda o: o["target"] == "attn"),
+        Choice("max_downsample", (None, *levels[1:]), ordered=True),
+        Choice("selector", ("bipartite", "kmeans", "grid")),
+        Choice(
+            "metric",
+            ("input", "keys", "mean", "previous"),
+            only_if=lambda o: o["selector"] != "grid",
+        ),
+        Choice("window", (None, 0, 4, 8, 16), only_if=lambda o: o["selector"] == "bipartite"),
+        Choice("share", ("block", "level", "steps")),
+        Choice("refresh", (2, 4, 8), ordered=True, only_if=lambda o: o["share"] == "steps"),
+        Choice("proportional", (False, True), only_if=lambda o: o["target"] in ("attn", "kv")),
+        Choice("schedule", (None, "linear")),
+        Choice(
+            "ratio_end",
+            (0.0, 0.05, *percents),
+            ordered=True,
+            only_if=lambda o: o["schedule"] in ("linear", "cosine"),
+        ),
+        Choice("start", (0.0, 0.1, 0.2, 0.3, 0.4), ordered=True),
+        Choice("end", (1.0, 0.9, 0.8, 0.7, 0.6), ordered=True),
+    )
+    left_out = set(fixed)
+    return [c for c in space if c.name not in left_out and len(c.values) > 1]
+
+
+def levels_of(pipe: Any, sampling: Sampling) -> list[int]:
+    """Downsampling of the levels that have blocks, finest first."""
+    try:
+        parts = tomesd.describe(pipe, sampling.height, sampling.width).parts
+    except tomesd.UnsupportedModelError:  # of which inputs are not known
+        return list(DOWNSAMPLES)
+    found = {level.downsample for part in parts for level in part.levels}
+    return sorted(found & set(DOWNSAMPLES))
+
+
+def first_options(fixed: Options, start: Options | None = None) -> list[Options]:
+    """Known good ones, to begin with: where to start from, defaults, presets."""
+    known: list[Options] = [*([] if start is None else [start]), {}, *PRESETS.values()]
+    known += [{"ratio": ratio} for ratio in (0.25, 0.75, 0.4, 0.6)]
+    return [{**options, **fixed} for options in known]
+
+
+def search(
+    measure: Measure,
+    space: Sequence[Choice],
+    *,
+    trials: int,
+    fixed: Options | None = None,
+    first: Sequence[Options] = (),
+    seed: int = 0,
+    progress: Progress | None = None,
+    log: Log | None = None,
+) -> list[Measurement]:
+    """Measures `trials` different settings: `first`, then what a sampler makes of the results.
+
+    With the same seed and the same measurements it proposes the same. Ctrl-C ends it early.
+
+    Args:
+        fixed: options of every proposal.
+        log: called with what is known of each trial.
+    """
+    if trials < 1:
+        raise ValueError(f"trials={trials}: must be at least 1")
+    study = _study(space, first, seed)
+    progress, log = progress or Silent(), log or (lambda line: None)
+    progress.start(trials)
+    seen: dict[str, Measurement] = {}
+    refusal: ValueError | None = None
+    try:
+        for _ in range(_ASKS_PER_TRIAL * trials):
+            trial = study.ask()
+            proposed = {**_propose(trial, space, fixed or {}), **(fixed or {})}
+            proposed = trial.user_attrs.get("options", proposed)
+            try:
+                options = changed(Settings(**proposed))
+                key = json.dumps(options, sort_keys=True)
+                if key not in seen:
+                    progress.update(_words(options), len(seen))
+                    seen[key] = measure(options)
+                    log({"trial": len(seen), **vars(seen[key])})
+            except ValueError as error:  # these do not go together, or not with this model
+                refusal = error
+                study.tell(trial, state=_failed())
+                log({"refused": str(error), "options": proposed})
+                continue
+            # The time is relative to that of no merging, which drifts the same way.
+            study.tell(trial, [1 / seen[key].speedup, seen[key].lpips])
+            if len(seen) == trials:
+                break
+    except KeyboardInterrupt:
+        if not seen:
+            raise
+    if refusal is not None and not seen:
+        raise refusal
+    return list(seen.values())
+
+
+def _study(space: Sequence[Choice], first: Sequence[Options], seed: int) -> Any:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
+    study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+    for options in first:
+        # The sampler learns from the place in the space that is next to them.
+        places = {c.name: _parameter(c, options.get(c.name, _DEFAULTS[c.name])) for c in space}
+        study.enqueue_trial(places, user_attrs={"options": options})
+    return study
+
+
+_DEFAULTS: Options = vars(Settings())
+
+
+def _parameter(choice: Choice, value: Any) -> Any:
+    place = choice.place_of(value)
+    return place if choice.ordered else choice.values[place]
+
+
+def _propose(trial: Any, space: Sequence[Choice], fixed: Options) -> Options:
+    known, proposed = {**_DEFAULTS, **fixed}, Options()
+    for choice in space:
+        if not choice.only_if({**known, **proposed}):
+            continue
+        if choice.ordered:
+            place = trial.suggest_int(choice.name, 0, len(choice.values) - 1)
+            proposed[choice.name] = choice.values[place]
+        else:
+            proposed[choice.name] = trial.suggest_categorical(choice.name, choice.values)
+    return proposed
+
+
+def _failed() -> Any:
+    from optuna.trial import TrialState
+
+    return TrialState.FAIL
+
+
+def _words(options: Options) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items()) or "defaults"
+
+
+def front_of(seen: Sequence[Measurement]) -> list[Measurement]:
+    """Those that gain, and that no other beats in both speed and LPIPS; slowest first."""
+    gaining = [measured for measured in seen if measured.gains]
+    places = pareto_front([(m.speedup, m.lpips) for m in gaining], "less")
+    return [gaining[place] for place in places]
+
+
+def choose(
+    seen: Iterable[Measurement],
+    budget: Budget,
+    measure: Measure,
+    *,
+    progress: Progress | None = None,
+    log: Log | None = None,
+) -> Measurement | None:
+    """The best that keeps the budget also when measured again, with what was measured then.
+
+    Args:
+        measure: on images that the search has not seen. The best of many was lucky, too.
+    """
+    candidates = sorted((m for m in seen if budget.kept_by(m)), key=budget.cost)
+    progress, log = progress or Silent(), log or (lambda line: None)
+    progress.start(len(candidates))
+    for number, candidate in enumerate(candidates):
+        progress.update(f"checking {_words(candidate.options)}", number)
+        again = measure(candidate.options)
+        kept = budget.kept_by(again)
+        log({"check": number + 1, "kept": kept, **vars(again)})
+        if kept:
+            return again
+    return None

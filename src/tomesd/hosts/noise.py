@@ -1,0 +1,35 @@
+"""What the scheduler of a model says about its timesteps."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..schedule import Noise
+
+__all__ = ["find_noise"]
+
+
+def find_noise(model: Any) -> Noise:
+    """Of a pipeline, an ldm model, or a wrapper around one; what is usual where it does not say."""
+    scheduler = getattr(model, "scheduler", None)  # a diffusers pipeline
+    config = getattr(scheduler, "config", None)
+    if config is not None:
+        counts = config.get("timestep_type") != "continuous" and "sigma_data" not in config
+        steps = config.get("num_train_timesteps", 1000) if counts else None
+        return Noise(steps, _shares(getattr(scheduler, "alphas_cumprod", None)))
+    for owner in (model, getattr(model, "model", None)):
+        shares = _shares(getattr(owner, "alphas_cumprod", None))  # ldm
+        sigmas = getattr(getattr(owner, "model_sampling", None), "sigmas", None)  # ComfyUI
+        if shares is None and isinstance(sigmas, Tensor):
+            variance = sigmas.double() ** 2
+            shares = tuple((variance / (1 + variance)).tolist())
+        if shares is not None:
+            return Noise(len(shares), shares)
+    return Noise()
+
+
+def _shares(kept: Any) -> tuple[float, ...] | None:
+    """Share of the noise, from what is left of the image at each timestep, `[T]`."""
+    if not isinstance(kept, Tensor):
+        return None
+    return tuple((1 - kept.double()).tolist())

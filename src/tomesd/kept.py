@@ -1,0 +1,65 @@
+"""Tensors that outlive the call of the model they were made in."""
+
+import sys
+import threading
+import uuid
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+__all__ = ["Kept"]
+
+_all_kept: "WeakValueDictionary[str, Kept]" = WeakValueDictionary()
+
+
+class Kept:
+    """Tensors by name; every thread has its own, so that threads can share a model."""
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+        self.name = uuid.uuid4().hex
+        _all_kept[self.name] = self
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: float = 0.0,
+    ) -> Tensor:
+        """The tensor of that name, shape, dtype and device; made and filled when first asked for.
+
+        It keeps its address, so that a CUDA graph can write to it.
+        """
+        numbers = "_".join(str(int(number)) for number in shape)
+        kind = str(dtype).removeprefix("torch.")  # the compiler wants no dot in an attribute
+        name = f"{name}_{numbers}_{kind}_{device}"
+        _allocate(self.name, name, tuple(int(n) for n in shape), dtype, device, fill)
+        found: Tensor = getattr(self.local, name)
+        return found
+
+
+def _allocate(
+    kept: str,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: float,
+) -> None:
+    tensors = _all_kept[kept].local
+    if not hasattr(tensors, name):
+        with torch.inference_mode(False):  # what inference mode makes can only be used there
+            setattr(tensors, name, torch.full(shape, fill, dtype=dtype, device=device))
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        # Lets a compiled model replay CUDA graphs that write to it.
+        compiler.mark_static_address(getattr(tensors, name))
+
+
+# Constant to the compiler, so that it runs when the model is traced. Such functions take constants
+# alone, hence the names. This is torch.compiler.assume_constant_result, which would import the
+# compiler to set a flag.
+_allocate._dynamo_marked_constant = True  # type: ignore[attr-defined]

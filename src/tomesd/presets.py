@@ -1,0 +1,125 @@
+"""Settings by name, and settings in a file."""
+
+import json
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from .settings import Settings
+
+__all__ = ["PRESETS", "Preset", "changed", "load", "preset", "save"]
+
+FORMAT = 1
+
+Preset = Literal["quality", "balanced", "fast"]
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "quality": {"ratio": 0.25},
+    "balanced": {"ratio": 0.5},
+    "fast": {"ratio": 0.5, "target": "stack"},
+}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The options of a preset, as a dictionary of its own."""
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r}: must be one of {', '.join(map(repr, PRESETS))}")
+    return dict(PRESETS[name])
+
+
+def changed(settings: Settings) -> dict[str, Any]:
+    """The fields that differ from the defaults."""
+    values = {
+        field.name: (getattr(settings, field.name), field.default) for field in fields(Settings)
+    }
+    return {name: value for name, (value, default) in values.items() if _differs(value, default)}
+
+
+def _differs(value: Any, default: Any) -> bool:
+    # A tensor compares number by number. No default is one.
+    return value is not default and (isinstance(value, Tensor) or bool(value != default))
+
+
+def save(
+    path: str | os.PathLike[str], settings: Settings | Mapping[str, Any], **about: Any
+) -> None:
+    """Writes settings to a JSON file that `load` reads.
+
+    Args:
+        settings: a `Settings`, or options of `apply_patch`, which are checked.
+        about: what else to write down, for people: it has no effect.
+    """
+    if not isinstance(settings, Settings):
+        settings = _checked(dict(settings), "settings")
+    options = {name: _plain(name, value) for name, value in changed(settings).items()}
+    content = {"format": FORMAT, "settings": options, "about": about}
+    text = json.dumps(content, indent=1, default=str) + "\n"
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, target)  # an interruption leaves the old file or none, never half of one
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options in a file that `save` or `tomesd tune` wrote, checked.
+
+    `tomesd.apply_patch(model, **tomesd.load("settings.json"))`
+    """
+    where = f"settings={str(path)!r}"
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{where}: {error.strerror or error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where}: not a JSON file ({error})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("settings"), dict):
+        raise ValueError(f"{where}: not a settings file: it has no {{...}} named 'settings'")
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"{where}: format {content.get('format')!r}, and this version reads format {FORMAT}"
+        )
+    options = {name: numbered(value) for name, value in content["settings"].items()}
+    return changed(_checked(options, where))
+
+
+def _checked(options: dict[str, Any], where: str) -> Settings:
+    known = [field.name for field in fields(Settings)]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"{where}: unknown option {name!r}; known are {', '.join(known)}")
+    try:
+        return Settings(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _plain(name: str, value: Any) -> Any:
+    """As JSON has it."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(name, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    kind = "a function" if callable(value) else f"a {type(value).__name__}"
+    raise TypeError(f"{name}: {kind} cannot be saved in a file; only numbers and words can")
+
+
+def numbered(value: Any) -> Any:
+    """Keys of JSON are words; those that are numbers in the settings become numbers again."""
+    if isinstance(value, dict):
+        return {int(key) if key.isdecimal() else key: item for key, item in value.items()}
+    return value

@@ -1,0 +1,259 @@
+"""What a compiled model launches, found without a GPU.
+
+PyTorch's compiler writes its code on a CPU as it does for a GPU, with Triton told of a GPU that is
+not there; only the launches cannot be carried out, and are recorded instead. Triton must not
+interpret its kernels for that, so that all of this runs in a process of its own: this file, as a
+script, prints what the tests compare.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tomesd import kernels
+from tomesd.kernels import Cells
+from tomesd.plan import MergePlan
+
+CPU = torch.device("cpu")
+MATCHING = ["draw", "_inverse_norm", "_best_match", "_rank", "_list_members"]
+CASES = {  # grid, window, tokens to remove, channels, whether the plan is kept over calls
+    "odd grid": (9, 11, 0, 40, 80, False),
+    "kept": (16, 16, 8, 128, 32, True),
+}
+MODELS = [("steps", False), ("block", True)]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_program_launches_what_eager_mode_launches(found: Any, case: str) -> None:
+    """The same kernels, programs, numbers, blocks and warps, in the same order."""
+    compiled, eager = found["operators"][case]["compiled"], found["operators"][case]["eager"]
+    expected = (["_tick"] if case == "kept" else []) + MATCHING + ["_slot_mean"]
+    assert [launch["kernel"] for launch in compiled] == expected
+    assert compiled == eager
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_besides_the_launches_there_is_one_fused_kernel(found: Any, case: str) -> None:
+    """Putting tokens back is fused with the layer before, and nothing is copied for the kernels."""
+    code = found["operators"][case]["code"]
+    assert "tomesd" not in re.sub(r"#.*", "", code)  # but in paths of files
+    assert len(re.findall(r"^\s+cpp_fused\w*\(", code, re.MULTILINE)) == 1
+    assert "aten." not in code
+
+
+def test_a_gradient_comes_back_through_the_compiled_mean(found: Any) -> None:
+    forward, backward = found["gradient"]
+    assert forward.count("= torch.ops.higher_order.triton_kernel_wrapper_functional(") == 1
+    assert "aten.gather" in backward and "aten.div" in backward
+    assert "tomesd" not in re.sub(r"#.*", "", forward + backward)
+
+
+@pytest.mark.parametrize(("share", "dynamic"), MODELS)
+def test_a_whole_model_is_one_graph_without_opaque_operators(
+    found: Any, share: str, dynamic: bool
+) -> None:
+    graphs = found["models"][f"{share}_{dynamic}"]
+    assert len(graphs) == 1
+    assert not [target for target in graphs[0] if target.startswith("tomesd")]
+    launches = graphs[0].count("triton_kernel_wrapper_functional")
+    blocks = 2
+    matching = {"block": blocks * len(MATCHING), "steps": len([*MATCHING, "_tick"])}
+    assert launches == matching[share] + blocks
+
+
+def test_pytorch_knows_which_kernels_its_cached_code_was_made_from(found: Any) -> None:
+    assert sorted(found["known"]["match_tokens_triton"]) == sorted([*MATCHING, "_tick"])
+    assert found["known"]["slot_mean_triton"] == ["_slot_mean"]
+
+
+# From here on: what the script does.
+
+
+class _GPUThatIsNotThere:
+    """What Triton asks for when it translates a kernel."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_benchmarker(self) -> None: ...
+
+
+def _launch(kernel: Any, grid: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    numbers = {
+        name: value for name, value in arguments.items() if isinstance(value, (int, float, str))
+    }
+    return {"kernel": kernel.__name__, "grid": [*grid, 1, 1][:3], "numbers": numbers}
+
+
+def _recorder(launches: list[Any]) -> Callable[[Any], Any]:
+    """Stands around kernels, as `wrap_triton` does."""
+
+    class Recorded:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def record(*args: Any, **named: Any) -> None:
+                arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | named
+                launches.append(_launch(self.kernel, grid, arguments))
+
+            return record
+
+    return Recorded
+
+
+def _run_operators(
+    h: int, w: int, window: int, remove: int, channels: int, keep: bool
+) -> dict[str, Any]:
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import run_and_get_code
+
+    from tomesd.kernels import triton_cells, triton_matching, triton_merging
+
+    cells = Cells.of(h, w, 2, 2, window)
+    plan = MergePlan.empty(2, h * w, h * w - remove, CPU, triton=True)
+    plan.slot.zero_()
+    lists = (plan.slot, plan.order, plan.start)
+    clock = kernels.new_clock(1, CPU) if keep else None
+    x, time = torch.randn(2, h * w, channels), torch.tensor([500.0])
+    compiled: list[Any] = []
+
+    class Loaded:
+        """A kernel in the code that the compiler wrote."""
+
+        def __init__(self, name: str, source: str, device_str: str) -> None:
+            modules = (triton_matching, triton_merging, triton_cells)
+            self.kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
+            self.source = source
+
+        def run(self, *args: Any, stream: Any) -> None:
+            passed = [p.name for p in self.kernel.params if not p.is_constexpr]
+            arguments = dict(zip(passed, args, strict=False))
+            if clock is None:
+                arguments.pop("flag", None)
+            fixed = [p.name for p in self.kernel.params if p.is_constexpr]
+            options = re.sub("'signature': {.*?}", "", self.source)
+            for name in [*fixed, "num_warps", "num_stages"]:
+                value = re.search(rf"'{name}': ('\w+'|\d+)", options)
+                if value:
+                    arguments[name] = eval(value[1])
+            compiled.append(_launch(self.kernel, args[len(passed) :], arguments))
+
+    def merge_and_restore(x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        where = {"timestep": time, "key": 5, "clock": clock, "refresh": 3}
+        kernels.match_tokens(x, cells, remove, lists, triton=True, **where)
+        merged = plan.merge(x)
+        return plan.restore(x, torch.sin(merged), merged)
+
+    AsyncCompile.triton = lambda compiler, *kernel, **where: Loaded(*kernel, **where)
+    AsyncCompile.cpp_pybinding = lambda *_: lambda *_: None  # takes long, and is not looked at
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(torch.compile(merge_and_restore, fullgraph=True), x, time)
+    eager: list[Any] = []
+    recorder = _recorder(eager)
+    triton_matching.match_tokens(
+        x, time, None, *lists, clock, cells, remove, 5, 3, wrap_triton=recorder
+    )
+    triton_merging.slot_mean(x, *lists, wrap_triton=recorder)
+    return {"compiled": compiled, "eager": eager, "code": code.split("class Runner")[1]}
+
+
+def _zeros_like(node: Any) -> Any:
+    value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
+    if not isinstance(value, torch.Tensor):
+        return value if value is None else int(value)
+    return torch.zeros([int(n) for n in value.shape], dtype=value.dtype)
+
+
+def _capture(function: Any, dynamic: bool, *args: Any, **named: Any) -> list[Any]:
+    """The graphs that PyTorch makes of a call and its gradient."""
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    graphs = []
+
+    def collect(graph: Any, _: Any) -> Callable[..., list[Any]]:
+        graphs.append(graph)
+        outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        return lambda *_: [_zeros_like(node) for node in outputs]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return aot_module_simplified(graph, inputs, fw_compiler=collect)
+
+    torch._dynamo.reset()
+    out = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args, **named)
+    if isinstance(out, torch.Tensor) and out.requires_grad:
+        out.sum().backward()
+    return graphs
+
+
+def _run_gradient() -> list[str]:
+    plan = MergePlan.empty(2, 64, 32, CPU, triton=True)
+    x = torch.randn(2, 64, 16, requires_grad=True)
+    return [graph.print_readable(False) for graph in _capture(plan.merge, False, x)]
+
+
+def _run_model(share: str, dynamic: bool) -> list[list[str]]:
+    from zoo_diffusers import HOSTS, make_unet
+
+    import tomesd
+
+    options: dict[str, Any] = {"share": share, "when": "always", "backend": "triton"}
+    two_blocks = make_unet(
+        block_out_channels=(32,),
+        layers_per_block=2,
+        down_block_types=("CrossAttnDownBlock2D",),
+        mid_block_type=None,
+        up_block_types=("UpBlock2D",),
+    )
+    model = tomesd.apply_patch(two_blocks, 0.5, **options)
+    inputs = HOSTS["sd1"].inputs(16, 16, 2, 0, 500)
+    with torch.no_grad():
+        graphs = _capture(model, dynamic, **inputs)
+    return [[str(n.target) for n in g.graph.nodes if n.op == "call_function"] for g in graphs]
+
+
+def main() -> None:
+    import triton
+
+    triton.runtime.driver.set_active(_GPUThatIsNotThere())
+    torch._inductor.config.force_disable_caches = True
+    # A CPU in the place of a GPU.
+    kernels.use_triton = lambda backend, x: backend == "triton"
+    kernels._is_launched_by_compiler = lambda x: kernels._define_triton_operators()
+    found: dict[str, Any] = {
+        "operators": {name: _run_operators(*case) for name, case in CASES.items()},
+        "gradient": _run_gradient(),
+        "models": {f"{share}_{dynamic}": _run_model(share, dynamic) for share, dynamic in MODELS},
+    }
+    from torch._library.triton import get_triton_kernels_for_op
+
+    found["known"] = {
+        name: [kernel.__name__ for kernel in get_triton_kernels_for_op(f"tomesd::{name}")]
+        for name in ("match_tokens_triton", "slot_mean_triton")
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

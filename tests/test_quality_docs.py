@@ -1,0 +1,303 @@
+"""The benchmark of quality makes what the pipeline makes; its document says what its rows say."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tomesd
+from tomesd.generation import load_pipeline
+
+ROOT = Path(__file__).parent.parent
+CAPTIONS = ["a whale on a blue background", "two red apples", "a cat on a plain white background"]
+
+
+def load(folder: str, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its parts find each other by this name
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def sampling() -> ModuleType:
+    return load("benchmarks", "quality_sampling")
+
+
+@pytest.fixture(scope="module")
+def settings(sampling: ModuleType) -> ModuleType:
+    return load("benchmarks", "quality_settings")
+
+
+@pytest.fixture(scope="module")
+def quality(settings: ModuleType) -> ModuleType:
+    load("benchmarks", "quality_reference")
+    return load("benchmarks", "quality")
+
+
+@pytest.fixture(scope="module")
+def update_quality() -> ModuleType:
+    return load("scripts", "update_quality")
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return load_pipeline("demo", device="cpu")
+
+
+# The images
+
+
+def by_pipeline(pipe: Any, seeds: range, steps: int) -> np.ndarray:
+    images = pipe(
+        [CAPTIONS[seed % 3] for seed in seeds],
+        height=64,
+        width=64,
+        num_inference_steps=steps,
+        guidance_scale=5.0,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+    ).images
+    return np.stack([np.asarray(image) for image in images]).astype(int)
+
+
+@pytest.mark.parametrize("scheduler", ["ddim", "plms"])
+def test_it_makes_what_the_pipeline_makes(sampling: ModuleType, pipe: Any, scheduler: str) -> None:
+    sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
+    made = sampler.images(pipe.unet, 4, 3, scheduler).pixels.permute(0, 2, 3, 1).numpy()
+    own = pipe.scheduler
+    with sampling.scheduled(pipe, scheduler) as solver:
+        pipe.scheduler = solver
+        wanted = by_pipeline(pipe, range(4), 3)
+    pipe.scheduler = own
+    assert made.shape == wanted.shape == (4, 64, 64, 3)
+    assert np.abs(made - wanted).max() <= 1
+    assert np.abs(made[0].astype(int) - made[1]).max() > 50  # they do not all look the same
+
+
+def test_a_candidate_patches_a_copy(settings: ModuleType, sampling: ModuleType, pipe: Any) -> None:
+    sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
+    base = sampler.images(pipe.unet, 2, 2, "ddim").pixels
+    candidate = settings.ours("half", ratio=0.5)
+    made = sampler.images(candidate.apply(pipe, pipe.unet), 2, 2, "ddim").pixels
+    tomesd.apply_patch(pipe, ratio=0.5, when="always")
+    try:
+        wanted = by_pipeline(pipe, range(2), 2)
+    finally:
+        tomesd.remove_patch(pipe)
+    assert np.abs(made.permute(0, 2, 3, 1).numpy() - wanted).max() <= 1
+    assert not torch.equal(made, base)
+    assert torch.equal(sampler.images(pipe.unet, 2, 2, "ddim").pixels, base)  # it is as it was
+    settings.ours("a threshold", ratio=0.5, tau=0.5).apply(pipe, pipe.unet)  # asks the scheduler
+
+
+def test_models_take_turns_at_every_step(sampling: ModuleType, pipe: Any) -> None:
+    sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
+    calls = []
+
+    def model(name: str) -> Any:
+        def call(latents: torch.Tensor, t: torch.Tensor, **_: Any) -> None:
+            calls.append((name, int(t)))
+
+        return call
+
+    times = sampler.step_times({"a": model("a"), "b": model("b")}, 1, 4, repeats=2)
+    warm_up, rest = calls[:2], calls[2:]
+    assert [name for name, _ in calls] == ["a", "b"] * 9
+    assert rest[:8] == rest[8:] and warm_up == rest[:2]
+    steps = [t for name, t in rest[:8] if name == "a"]
+    assert steps == sorted(steps, reverse=True) and len(set(steps)) == 4
+    assert len(times["a"]) == len(times["b"]) == 2
+
+
+@pytest.mark.parametrize("name", ["paper", "ablations", "search"])
+def test_every_candidate_has_valid_settings(settings: ModuleType, name: str) -> None:
+    candidates = getattr(settings, name)()
+    names = [(c.variant, c.group, c.label) for c in candidates]
+    assert len(set(names)) == len(names)
+    for candidate in candidates:
+        if candidate.variant == "tomesd":
+            json.dumps(candidate.settings)  # a row can hold them
+            tomesd.Settings(**candidate.settings)
+
+
+def test_forty_percent_of_the_steps_lie_below_the_threshold(quality: ModuleType, pipe: Any) -> None:
+    tau = quality.threshold(pipe, 0.4)
+    noise = 1 - pipe.scheduler.alphas_cumprod
+    assert (noise < tau).float().mean().item() == pytest.approx(0.4, abs=0.002)
+    assert any(c.settings.get("tau") == tau for c in quality.quality_settings.seed(tau))
+
+
+def test_the_front_is_what_nothing_beats(quality: ModuleType) -> None:
+    points = [(1.0, 0.10), (1.2, 0.05), (1.5, 0.20), (1.4, 0.30), (1.1, 0.01)]
+    rows = [{"speedup": speed, "lpips": lpips} for speed, lpips in points]
+    best = [(row["speedup"], row["lpips"]) for row in quality.pareto(rows, "speedup")]
+    assert best == [(1.1, 0.01), (1.2, 0.05), (1.5, 0.20)]
+
+
+# The document
+
+
+def made_up(section: str, variant: str, label: str, **values: Any) -> dict[str, Any]:
+    """A row; of a value, the interval is as wide as the value's tenth, each way."""
+    row: dict[str, Any] = {
+        "run": "1",
+        "date": "2025-01-01T00:00:00",
+        "section": f"quality-{section}",
+        "setting": values.pop("group", ""),
+        "variant": variant,
+        "label": label,
+        "settings": values.pop("settings", {"ratio": 0.5} if variant != "unmerged" else {}),
+        "images": 2000,
+        "steps": 50,
+        "height": 256,
+        "batch": 250,
+        "scheduler": "plms",
+        "mode": "eager",
+        "guidance": 5.0,
+        "seconds_per_image": 0.02,
+        "peak_mib": 2500.0,
+        "unmerged_set": "other seeds",
+        "reference_scenes": 2000,
+        "hardware": "a GPU",
+        "dtype": "float16",
+        "torch": "9.9",
+        "commit": "abc",
+    }
+    for name, value in values.items():
+        row |= {name: value, f"{name}_low": 0.9 * value, f"{name}_high": 1.1 * value}
+    return row
+
+
+def documents(module: ModuleType, folder: Path, rows: list[dict[str, Any]]) -> str:
+    """The text that comes of the rows; checked."""
+    results = folder / "quality.jsonl"
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    docs = folder / "docs"
+    docs.mkdir(exist_ok=True)
+    where = ["--results", str(results), "--docs", str(docs)]
+    module.main(where)
+    module.main([*where, "--check"])
+    text = (docs / "quality.md").read_text()
+    figures = set(re.findall(r"figures/quality/(\w+\.svg)", text))
+    assert {path.name for path in (docs / "figures" / "quality").glob("*")} == figures
+    assert max(len(line) for line in text.splitlines() if not line.startswith(("|", "- "))) < 140
+    return text
+
+
+def test_the_table_of_the_paper(update_quality: ModuleType, tmp_path: Path) -> None:
+    rows = [made_up("paper", "unmerged", "unmerged", fid=30.0, fid_unmerged=10.0)]
+    for ratio, theirs, mine in ((0.1, 0.1, 0.05), (0.5, 0.2, 0.21)):
+        common = {"settings": {"ratio": ratio}, "fid": 40.0, "psnr": 25.0, "speedup": 0.9}
+        rows.append(made_up("paper", "original", f"0.1.3 {ratio}", lpips=theirs, **common))
+        rows.append(made_up("paper", "tomesd", f"{ratio}", lpips=mine, **common))
+    text = documents(update_quality, tmp_path, rows)
+    assert "| 0 | unmerged | 30.00 ± 3.00 | 10.00 ± 1.00 | - |" in text
+    line = next(line for line in text.splitlines() if line.startswith("| 10 | this library"))
+    assert line.endswith("| 0.0500 ± 0.0050 | 0.020 | 10.0 | 0.90x | - |")
+    words = " ".join(text.split())
+    assert "By LPIPS, this library is lower at 10 %; the intervals overlap at 50 %." in words
+    assert "By FID, the intervals overlap at 10 % and 50 %." in words
+    assert text.count("Not measured yet.") == 4
+    assert "a GPU: float16, torch 9.9, commit abc, 2025-01-01." in text
+
+
+@pytest.mark.parametrize(
+    ("all_layers", "words"),
+    [
+        (50.0, "the same order as the paper**."),
+        (31.0, "the same order as the paper**, but the intervals overlap."),
+        (20.0, "not the order of the paper**."),
+    ],
+)
+def test_orders_are_found_out(
+    update_quality: ModuleType, tmp_path: Path, all_layers: float, words: str
+) -> None:
+    group = {"group": "layers"}
+    rows = [
+        made_up("ablations", "tomesd", "self-attention", fid=30.0, **group),
+        made_up("ablations", "tomesd", "+ cross-attention", fid=1.0, **group),
+        made_up("ablations", "tomesd", "everything", fid=all_layers, **group),
+    ]
+    text = documents(update_quality, tmp_path, rows)
+    assert f"By FID: **{words}" in text
+    assert "| + cross-attention | - | 1.00 ± 0.10 |" in text
+
+
+def test_variants_are_compared_at_equal_time(update_quality: ModuleType, tmp_path: Path) -> None:
+    rows = [
+        made_up("seed", "tomesd", "bipartite 0.3", group="paper", lpips=0.1, speedup=1.1),
+        made_up("seed", "tomesd", "bipartite 0.5", group="paper", lpips=0.2, speedup=1.3),
+        made_up("seed", "tomesd", "good", group="kmeans", lpips=0.1, speedup=1.2),
+        made_up("seed", "tomesd", "bad", group="kmeans", lpips=0.2, speedup=1.05),
+        made_up("seed", "tomesd", "slow", group="kmeans", lpips=0.01, speedup=0.9),
+        made_up("seed", "tomesd", "alike", group="kmeans", lpips=0.21, speedup=1.3),
+        made_up("seed", "tomesd", "fast", group="kmeans", lpips=0.9, speedup=1.5),
+    ]
+    text = documents(update_quality, tmp_path, rows)
+    found = {line.split(" | ")[0][2:]: line for line in text.splitlines() if " | " in line}
+    assert "bipartite 0.5: 0.2000 ± 0.0200 | better, LPIPS 50% lower |" in found["good"]
+    assert "bipartite 0.3: 0.1000 ± 0.0100 | worse, LPIPS 2.0 times as high |" in found["bad"]
+    assert found["slow"].endswith("| no gain: unmerged is as fast |")
+    assert found["alike"].endswith("| no clear difference |")
+    assert found["fast"].endswith("| - | faster than all of the paper's |")
+
+
+def front_rows() -> list[dict[str, Any]]:
+    theirs = {"settings": {"ratio": 0.5}, "lpips": 0.2, "fid": 40.0}
+    mine = {"settings": {"ratio": 0.4}, "speedup": 1.3, "lpips": 0.1}
+    return [
+        made_up("front", "original", "0.1.3 0.5", speedup=1.2, speedup_unfused=0.8, **theirs),
+        made_up("front", "tomesd", "kv 0.4", speedup_unfused=1.1, fid=30.0, **mine),
+    ]
+
+
+def test_what_is_beaten_is_found_out(update_quality: ModuleType, tmp_path: Path) -> None:
+    text = " ".join(documents(update_quality, tmp_path, front_rows()).split())
+    assert "compared with tomesd 0.1.3: at every speed-up that it reaches, a setting" in text
+    assert "0.5: beaten (1.20x, LPIPS 0.2000 ± 0.0200) by kv 0.4, LPIPS 0.1000 ± 0.0100;" in text
+    assert "it never makes the model faster, in 1 settings." in text  # unfused
+
+    rows = front_rows()
+    rows[1] = made_up("front", "tomesd", "kv 0.4", speedup=1.3, lpips=0.1, fid=39.0)
+    text = " ".join(documents(update_quality, tmp_path, rows).split())
+    assert "at 0 of 1 speed-ups that it reaches, a setting" in text
+    assert "not beaten in both" in text and "has LPIPS lower and FID not clearly lower" in text
+
+    rows[1] = made_up("front", "tomesd", "kv 0.4", speedup=1.1, lpips=0.1, fid=10.0)
+    text = " ".join(documents(update_quality, tmp_path, rows).split())
+    assert "not reached (1.20x, LPIPS 0.2000 ± 0.0200): none of ours is as fast" in text
+
+
+def test_the_last_of_equal_rows_counts(update_quality: ModuleType, tmp_path: Path) -> None:
+    old, new = (made_up("front", "tomesd", "a", lpips=v, fid=v, speedup=1.1) for v in (0.3, 0.4))
+    text = documents(update_quality, tmp_path, [old, new])
+    assert "| a | 0.4000" in text and "| a | 0.3000" not in text
+
+
+def test_the_search_shows_its_front(update_quality: ModuleType, tmp_path: Path) -> None:
+    points = {"a": (1.1, 0.1), "b": (1.3, 0.2), "c": (1.2, 0.3)}
+    rows = [
+        made_up("search", "tomesd", name, group="kv", speedup=speed, lpips=lpips)
+        for name, (speed, lpips) in points.items()
+    ]
+    text = documents(update_quality, tmp_path, rows)
+    assert re.findall(r"^\| this library \| (\w) ", text, re.MULTILINE) == ["a", "b"]
+
+
+def test_it_says_what_is_missing(update_quality: ModuleType, tmp_path: Path) -> None:
+    where = ["--results", str(tmp_path / "none.jsonl"), "--docs", str(tmp_path)]
+    with pytest.raises(SystemExit, match=r"no such file; benchmarks/quality\.py makes it"):
+        update_quality.main(where)
+    documents(update_quality, tmp_path, front_rows())
+    results, docs = tmp_path / "quality.jsonl", tmp_path / "docs"
+    results.write_text(json.dumps(front_rows()[0]) + "\n")
+    with pytest.raises(SystemExit, match="out of date"):
+        update_quality.main(["--check", "--results", str(results), "--docs", str(docs)])

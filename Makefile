@@ -25,6 +25,7 @@ check: $(SETUP)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/update_readme.py --check
 	$(BIN)/python scripts/update_performance.py --check
+	$(BIN)/python scripts/update_quality.py --check
 
 # One thread per worker: the models are tiny, and more threads only get in each other's way.
 test: check
@@ -35,6 +36,7 @@ format: $(SETUP)
 	$(BIN)/ruff format .
 	$(BIN)/python scripts/update_readme.py
 	$(BIN)/python scripts/update_performance.py
+	$(BIN)/python scripts/update_quality.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis demo_output

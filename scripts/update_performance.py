@@ -7,6 +7,7 @@ A section is there if its rows are. Of a setting that was measured several times
 """
 
 import argparse
+import textwrap
 from pathlib import Path
 
 from tomesd.bench.plots import COLOURS, figure, save_figure
@@ -24,8 +25,16 @@ from tomesd.bench.tables import (
 
 ROOT = Path(__file__).parent.parent
 KEPT, EVERY_STEP, EVERY_BLOCK = "plan kept", "plan every step", "plan every block"
+STACKS = "whole stacks"
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
 STEPS = 50  # of the images in the paper
+
+BEFORE_THE_RULE = "e1ddc58"
+# What the rule does in eager mode since that commit, by model.
+SINCE_THEN = {
+    "sd15": "merges SD 1.5 at 1024 px with one image",
+    "sdxl": "leaves SDXL with 2 images alone",
+}
 
 INTRODUCTION = """\
 # Performance
@@ -41,13 +50,27 @@ on two latents per image. Memory is the peak of a step beyond the weights.
 
 - **unpatched**: the model as it is. **tomesd 0.1.3**: the original library.
 - **bound**: the same tokens are removed in the same layers, but nothing is matched and as little as
-  possible is moved. No way of choosing tokens can be faster.
+  possible is moved. No way of choosing tokens can be faster if every layer merges and restores.
 - **recovered**: the share of what the bound saves that is saved, (unpatched - ours) / (unpatched -
-  bound).
+  bound). Where the bound saves little, the noise of a measurement is many per cent of it, and can
+  lift the share above 100 %.
 - **plan kept**: which tokens merge is found out once per image (`share="steps"` with a `refresh`
   beyond the number of steps); **every step**: once per level and step (`share="level"`); **every
   block**: in each block, as the paper does and by default (`share="block"`). The first two cost
   quality; see below.
+- **whole stacks**: `target="stack"` merges once before a run of blocks and restores once after it,
+  so it can be faster than the bound, which moves data in every layer.
+
+Before it measures, [benchmarks/gpu.py](../benchmarks/gpu.py) checks on the GPU that the kernels do
+what they should, and stops if they do not. Of the last run, it printed:
+
+- 90 plans (float16, bfloat16 and float32, 64 to 3072 channels) are those of float64; ties, scores
+  that are equal to rounding, moved 70 of 430,980 tokens. Plans and means are the same bits in 5
+  runs.
+- `slot_mean`, `slot_gather` and `slot_restore` have at most 1.20 times the error of the PyTorch
+  reference in the same precision, both against float64.
+- A CUDA graph replays 6 eager steps, over two images, bit for bit, with `share="block"` and with
+  `share="steps"`.
 
 Repeat it: `tomesd bench` for a model and settings of your own, [benchmarks/](../benchmarks) for
 these tables.
@@ -63,28 +86,63 @@ class Document:
         self.figures = figures
         self.parts = [INTRODUCTION]
 
+    def runs(self, section: str) -> dict[tuple[str, str], list[Comparison]]:
+        """All measurements of each setting of a section, by setting and mode, the last first."""
+        chosen = [row for row in self.rows if row["section"] == section]
+        found: dict[tuple[str, str], list[Comparison]] = {}
+        for one in comparisons(chosen):
+            found.setdefault(name_of(one), []).append(one)
+        for runs in found.values():
+            runs.sort(key=lambda one: one.first["date"], reverse=True)
+        return found
+
     def settings(self, section: str) -> list[Comparison]:
         """The last measurement of each setting of a section."""
-        chosen = [row for row in self.rows if row["section"] == section]
-        last = {}
-        for found in sorted(comparisons(chosen), key=lambda found: found.first["date"]):
-            last[found.first["setting"], found.first["mode"]] = found
-        order = [(row["setting"], row["mode"]) for row in chosen]
-        return [last[name] for name in dict.fromkeys(order)]
+        return [runs[0] for runs in self.runs(section).values()]
 
     def add(self, title: str, words: str, table: str, found: list[Comparison]) -> None:
         rows = [row for comparison in found for row in comparison]
-        self.parts += [f"## {title}\n", words.strip() + "\n", table + "\n"]
+        self.parts += [f"## {title}\n", wrapped(words) + "\n", table + "\n"]
         failed = dict.fromkeys(f"- failed: {line}" for line in failures(rows))
         if failed:
             self.parts.append("\n".join(failed) + "\n")
-        self.parts.append(f"{versions(rows)}.\n")
+        self.parts.append(f"{origins(found)}.\n")
 
     def picture(self, name: str, words: str) -> None:
         self.parts.insert(-1, f"![{words}](figures/performance/{name})\n")
 
     def text(self) -> str:
         return "\n".join(self.parts)
+
+
+def wrapped(words: str) -> str:
+    paragraphs = words.strip().split("\n\n")
+    fill = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False).fill
+    return "\n\n".join(fill(paragraph) for paragraph in paragraphs)
+
+
+def name_of(found: Comparison) -> tuple[str, str]:
+    return found.first["setting"], found.first["mode"]
+
+
+def origins(found: list[Comparison]) -> str:
+    """Where rows come from; what only a few come from is named."""
+    by_origin: dict[str, list[str]] = {}
+    for one in found:
+        by_origin.setdefault(versions(list(one)), []).append(one.first["setting"])
+    most = max(by_origin, key=lambda origin: len(by_origin[origin]))
+    others = [
+        f"{' and '.join(names)}: {origin}" for origin, names in by_origin.items() if origin != most
+    ]
+    return "; ".join([most, *others])
+
+
+def title_of(found: Comparison) -> str:
+    return found.first["setting"].replace(" 1 images", " one image")
+
+
+def spread(row: Row) -> str:
+    return f"{1000 * row['spread']:.1f}"
 
 
 def ms(row: Row | None) -> str:
@@ -104,24 +162,43 @@ def mib(row: Row | None) -> str:
     return f"{row['peak_mib']:,.0f}"
 
 
+def measured(found: list[Comparison], labels: list[str]) -> list[str]:
+    """Those variants that there are rows of."""
+    return [label for label in labels if any(one.find(label) for one in found)]
+
+
 def eight_settings(document: Document, section: str, title: str, words: str) -> None:
     found = document.settings(section)
     if not found:
         return
-    header = ["setting", "unpatched", ORIGINAL, "bound", KEPT, EVERY_STEP, EVERY_BLOCK]
+    stacks = measured(found, [STACKS])
+    header = ["setting", "unpatched", ORIGINAL, "bound", KEPT, EVERY_STEP, EVERY_BLOCK, *stacks]
     header += ["recovered: kept", "every step", "every block", "0.1.3"]
     lines = []
     for one in found:
-        shown = ["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK]
+        shown = ["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, *stacks]
         line = [one.first["setting"], *(ms(one.find(label)) for label in shown)]
         for label in (KEPT, EVERY_STEP, EVERY_BLOCK, "original"):
             row = one.find(label)
             line.append("-" if row is None else percent(one.recovered(row)))
         lines.append(line)
-    document.add(title, words, markdown(header, lines), found)
+    document.add(title, words + stack_words(found), markdown(header, lines), found)
     name = f"{section}.svg"
     plot_recovered(found, document.figures / name)
     document.picture(name, f"Share of the possible gain that is recovered, {section} mode")
+
+
+def stack_words(found: list[Comparison]) -> str:
+    """On the settings in which whole stacks beat the bound."""
+    ahead = []
+    for one in found:
+        row, free = one.find(STACKS), one.seconds("free")
+        if row is not None and row["seconds"] is not None and free and row["seconds"] < free:
+            times_ms = f"{ms(one.find('unpatched'))} to {ms(row)} ms"
+            ahead.append(f"{times_ms} ({times(one.speedup(row))}) in {one.first['setting']}")
+    if not ahead:
+        return ""
+    return f" Whole stacks are faster than the bound: {'; '.join(ahead)}."
 
 
 def plot_recovered(found: list[Comparison], path: Path) -> None:
@@ -151,22 +228,72 @@ def plot_recovered(found: list[Comparison], path: Path) -> None:
 
 
 def compiled(document: Document) -> None:
-    found = document.settings("compile")
-    if not found:
+    last = document.settings("compile")
+    if not last:
         return
-    header = ["setting", "mode", "compiled", "with 0.1.3", f"with {KEPT}", f"with {EVERY_BLOCK}"]
+    found = [one for runs in document.runs("compile").values() for one in not_replaced(runs)]
+    labels = measured(found, ["original", KEPT, EVERY_BLOCK, STACKS])
+    names = ["0.1.3" if label == "original" else label for label in labels]
+    header = ["setting", "mode", "compiled", *(f"with {name}" for name in names), "commit"]
     lines = []
     for one in found:
         mode = one.first["mode"].removeprefix("compile").removeprefix("-") or "default"
-        rows = (one.find(label) for label in ("original", KEPT, EVERY_BLOCK))
-        shown = [gained(one, row) for row in rows]
-        lines.append([one.first["setting"], mode, ms(one.find("unpatched")), *shown])
+        shown = [with_spread(one, one.find(label)) for label in ("unpatched", *labels)]
+        lines.append([one.first["setting"], mode, *shown, one.first.get("commit") or "-"])
     words = """
 Milliseconds per step, everything compiled in one piece in the default mode, which launches kernels
-from the host; in brackets, how many times as fast as compiled alone. Our kernels are called through
-PyTorch's dispatcher there, which on this machine's slow host costs more than they do: with many
-small layers, as in SDXL with everything merged, that loses. CUDA graphs, above, do not pay it."""
+from the host; ± is the spread (interquartile range), and in brackets, how many times as fast as
+compiled alone. Compiled models launch the kernels of this library themselves."""
+    if any(one not in last for one in found):
+        words += """ A second line of a setting is from an earlier commit, whose kernels were still
+called through PyTorch's dispatcher: it is there for the variants that have no newer row."""
+    words += "".join(slower_compiled(one) for one in last)
+    if not any("max-autotune" in one.first["mode"] for one in last):
+        words += """
+
+The mode max-autotune has not been measured: all variants were compiled at the same time, tuning on
+one GPU, and none was ready in the time it had. SDXL with a plan for every block was not ready in
+time in the default mode either."""
     document.add("torch.compile", words, markdown(header, lines), found)
+
+
+def not_replaced(runs: list[Comparison]) -> list[Comparison]:
+    """Of the runs of a setting, the last, and earlier ones that have variants it lacks."""
+    shown: list[Comparison] = []
+    seen: set[str] = set()
+    for one in runs:
+        labels = {row["label"] for row in one}
+        if labels - seen:
+            shown.append(one)
+        seen |= labels
+    return shown
+
+
+def with_spread(found: Comparison, row: Row | None) -> str:
+    if row is None or row["seconds"] is None:
+        return ms(row)
+    cell = f"{ms(row)} ± {spread(row)}"
+    return cell if row["variant"] == "unpatched" else f"{cell} ({times(found.speedup(row))})"
+
+
+def slower_compiled(found: Comparison) -> str:
+    """A sentence where no variant is faster than the compiled model alone."""
+    base = found.find("unpatched")
+    merged = sorted(
+        (row for row in found if row["variant"] == "tomesd" and row["seconds"] is not None),
+        key=lambda row: row["seconds"],
+    )
+    if base is None or not merged or base["seconds"] is None:
+        return ""
+    if merged[0]["seconds"] <= base["seconds"]:
+        return ""
+    spreads = [spread(row) for row in sorted(merged, key=lambda row: row["spread"])]
+    return f"""
+
+On this machine, {title_of(found)}, is bound by the host in this mode: {ms(base)} ms unpatched with
+a spread of {spread(base)} ms, {ms(merged[0])} to {ms(merged[-1])} ms merged with spreads of
+{spreads[0]} to {spreads[-1]} ms. Merging does not pay there without CUDA graphs, which the first
+table is measured with."""
 
 
 def paper(document: Document) -> None:
@@ -209,6 +336,47 @@ def per_image(found: Comparison, row: Row | None) -> list[str]:
     return [f"{cell} ({times(factor)})" for cell, factor in zip(cells, factors, strict=True)]
 
 
+def left_alone(found: Comparison) -> bool:
+    """Whether nothing was merged: the memory is then the same to the byte, in eager mode."""
+    base, ours = found.find("unpatched"), found.find("tomesd")
+    return base is not None and ours is not None and base["peak_mib"] == ours["peak_mib"]
+
+
+def eager_losses(found: list[Comparison]) -> str:
+    """What the patch cost where nothing was merged, and where merging made a step slower."""
+    eager = [one for one in found if one.first["mode"] == "eager"]
+    eager = [one for one in eager if one.seconds("unpatched") and one.seconds("tomesd")]
+    words = ""
+    idle = [one for one in eager if left_alone(one)]
+    if idle:
+        worst = max(idle, key=cost)
+        words += f""" What is left of a patch where nothing is merged cost up to
+{percent(cost(worst))}: {from_to(worst)}."""
+    for one in eager:
+        if cost(one) > 0 and not left_alone(one):
+            words += f" Merging made it slower: {from_to(one)}."
+        original = one.find("original")
+        if left_alone(one) and original is not None and (one.speedup(original) or 0) > 1.02:
+            words += f""" {title_of(one)}, was left alone, although {ORIGINAL} made it
+{times(one.speedup(original))} as fast."""
+    if words and eager[0].first.get("commit") == BEFORE_THE_RULE:
+        words += f""" Since then, the rule counts the blocks of the whole model, and in eager mode
+{SINCE_THEN[eager[0].first["model"]]}; layers in which nothing is merged have become cheaper.
+Neither has been measured again."""
+    return words
+
+
+def cost(found: Comparison) -> float:
+    """The share of a step that the patch adds."""
+    return (found.seconds("tomesd") or 0) / (found.seconds("unpatched") or 1) - 1
+
+
+def from_to(found: Comparison) -> str:
+    base, ours = found.find("unpatched"), found.find("tomesd")
+    spreads = f"spreads {spread(base)} and {spread(ours)} ms"
+    return f"{title_of(found)}, {ms(base)} to {ms(ours)} ms ({spreads})"
+
+
 def by_batch(document: Document, section: str, title: str, words: str) -> None:
     found = document.settings(section)
     if not found:
@@ -220,7 +388,7 @@ def by_batch(document: Document, section: str, title: str, words: str) -> None:
         shown = [gained(one, one.find(kind)) for kind in ("original", "tomesd")]
         size = f"{first['width']} px"
         lines.append([size, str(first["images"]), first["mode"], ms(one.find("unpatched")), *shown])
-    document.add(title, words, markdown(header, lines), found)
+    document.add(title, words + eager_losses(found), markdown(header, lines), found)
 
 
 def memory(document: Document) -> None:
@@ -357,7 +525,7 @@ other at a level, or in all of a level. *Kept*: for some steps, or for the image
 is searched in so many parts; *ranked by tile*: each part removes the same share. 8x8 tiles here are
 windows of 8x8 tokens, which became the default for ratios up to two thirds of the cap; sharing
 plans costs quality, and is left to those who ask for it."""
-    part = f"## What cheaper matching does to the images\n\n{words.strip()}\n"
+    part = f"## What cheaper matching does to the images\n\n{wrapped(words)}\n"
     document.parts += [part, markdown(header, lines) + "\n", f"{versions(rows)}.\n"]
 
 
@@ -374,7 +542,8 @@ def build(document: Document) -> str:
         "eager",
         "The same in eager mode",
         "Milliseconds per step. The host starts every kernel, and at small sizes that takes longer "
-        "than the kernels do.",
+        "than the kernels do. Where even the bound is slower than unpatched, there is no share to "
+        "recover.",
     )
     compiled(document)
     paper(document)
@@ -385,9 +554,7 @@ def build(document: Document) -> str:
         "Stable Diffusion 1.5, fused attention, default settings, r = 0.5: milliseconds per "
         "step, and how many times as fast as unpatched. Where the host is the bottleneck (few "
         "images, small sizes), times vary by a tenth and more from run to run, and merging is "
-        "left out; what is left of a patch then still costs something, as the rows show. (The "
-        "rows from 768 px with 4 images on are from before that rule was made stricter: 1024 "
-        "px with one image is now left alone.)",
+        "left out.",
     )
     by_batch(
         document,

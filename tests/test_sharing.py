@@ -193,7 +193,7 @@ class TestBreakEven:
     def pays(self, device: Device, side: int, remove: float = 0.5, **more: Any) -> bool:
         cells = Cells.of(side, side, 2, 2)
         options = {"batch": 2, "channels": 320, "uses": 1, "item_size": 2} | more
-        options = {"target": "attn", "blocks": 1} | options
+        options = {"target": "attn", "blocks": 1, "model_blocks": 16} | options
         removes = {options.pop("kinds", ("attn",)): cells.removable(remove)}
         return merging_pays(device, cells=cells, removes=removes, **options)
 
@@ -218,9 +218,11 @@ class TestBreakEven:
         eager = Device(operations=4e8, bytes=4e6, launch=2.5, host=30.0)
         graph = Device(operations=4e8, bytes=4e6, launch=2.5)
         assert self.pays(graph, 64) and not self.pays(eager, 64)
-        # Attention at the finest level would gain, but the rest of the model waits for the host.
-        assert not self.pays(eager, 128)
-        assert self.pays(eager, 128, batch=8)
+        assert self.pays(eager, 128)
+        # Attention at the finest level would gain, but the rest of a deep model waits for the host.
+        deep = {"channels": 640, "blocks": 2, "model_blocks": 70}
+        assert self.pays(graph, 64, **deep) and not self.pays(eager, 64, **deep)
+        assert self.pays(eager, 64, batch=8, **deep)
 
     def test_layers_are_left_alone_and_the_user_is_told(
         self, monkeypatch: pytest.MonkeyPatch

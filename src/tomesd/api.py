@@ -13,7 +13,7 @@ from .planning import shared_plan
 from .policy import Patch
 from .presets import Preset, changed
 from .presets import preset as preset_options
-from .roles import Layer, Projection, Role
+from .roles import Block, Layer, Projection, Role
 from .settings import (
     Backend,
     Metric,
@@ -122,7 +122,8 @@ def apply_patch(
     settings.warn_if_capped()
     try:
         for place in targets:
-            patch = Patch(settings, place.rooted, shared_plan, noise)
+            blocks = sum(isinstance(role, Block) for _, role in place.sites)
+            patch = Patch(settings, place.rooted, shared_plan, noise, blocks)
             for module, role in place.sites:
                 if _plays(role, settings):
                     swap(module, role, patch)

@@ -33,7 +33,7 @@ _TFLOPS_PER_MULTIPROCESSOR = {
 
 # Microseconds to start a kernel on a slow host. On a fast one, layers that take about as long as
 # their launches are left alone that would gain a little.
-_HOST = 30.0
+_HOST = 40.0
 
 
 def _gpu_operations(index: int) -> float:
@@ -96,17 +96,27 @@ _LAYERS = {
     "mlp": _Layer(per_token=24, per_pair=0, kernels=4),
 }
 _MATCH_KERNELS = 6
+_WIDENING_KERNELS = 10
 
 
-def _waits_for_the_host(device: Device, size: int) -> bool:
+# A UNet comes through each of its levels in about so many stacks of blocks.
+_STACKS_PER_LEVEL = 5
+
+
+def _waits_for_the_host(
+    device: Device, batch: int, tokens: int, channels: int, blocks: int, model_blocks: int
+) -> bool:
     """Whether the model takes as long as the host needs to launch its kernels.
 
-    Then no layer gets faster by doing less. The linear layers tell: those of a UNet do about as
-    many operations at every level, while attention is large only at the finest.
+    Then no layer gets faster by doing less. Linear layers do about as many operations at every
+    level of a UNet; attention is large only at the finest.
     """
     per_token = sum(layer.per_token for layer in _LAYERS.values())
-    kernels = sum(layer.kernels for layer in _LAYERS.values())
-    return per_token * size / device.operations < kernels * device.host
+    linear = model_blocks * batch * tokens * per_token * channels**2
+    level_blocks = min(model_blocks, _STACKS_PER_LEVEL * blocks)
+    pairs = level_blocks * batch * tokens**2 * _LAYERS["attn"].per_pair * channels
+    kernels = model_blocks * sum(layer.kernels for layer in _LAYERS.values())
+    return (linear + pairs) / device.operations < kernels * device.host
 
 
 def merging_pays(
@@ -117,8 +127,10 @@ def merging_pays(
     removes: dict[tuple[str, ...], int],
     target: str,
     blocks: int,
+    model_blocks: int,
     uses: int,
     item_size: int,
+    proportional: bool = False,
 ) -> bool:
     """Whether a block is faster with merged tokens.
 
@@ -126,11 +138,13 @@ def merging_pays(
         removes: tokens to remove, by the kinds of layers that have a plan in common.
         target: of the settings.
         blocks: that follow each other.
+        model_blocks: all blocks of the model.
         uses: blocks that share one matching.
         item_size: bytes of a number.
+        proportional: whether attention is.
     """
     tokens = cells.tokens
-    if _waits_for_the_host(device, batch * tokens * channels**2):
+    if _waits_for_the_host(device, batch, tokens, channels, blocks, model_blocks):
         return False
     row = batch * channels * item_size
     saved = 0.0
@@ -145,6 +159,9 @@ def merging_pays(
         if target in ("block", "stack"):  # once for all layers
             moved //= len(kinds) * (blocks if target == "stack" else 1)
             kernels = 0
+        if proportional and kind == "attn":  # queries, keys and values are copied into wider heads
+            moved += 2 * ((tokens if keys_only else left) + 2 * left) * row
+            kernels += _WIDENING_KERNELS
         saved += device.time(batch * layer.operations(tokens, tokens, channels), 0, layer.kernels)
         saved -= device.time(batch * reduced, moved, layer.kernels + kernels)
     if target == "stack":

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .policy import Frame, Patch, current_frame
+from .policy import Frame, Patch, current_frame, is_idle
 from .roles import Block, Role, Root, Stack, run_inside
 
 __all__ = ["class_made", "original_class", "patch_of", "restore", "role_of", "swap"]
@@ -97,12 +97,17 @@ def _patched_class(base: Any, role: Role, methods: tuple[str, ...]) -> Any:
 
 
 def _method(cls: type, role: Role, name: str) -> Any:
+    can_idle = not isinstance(role, Root | Stack)
+
     @functools.wraps(getattr(cls, name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__.get(_STATE)
         if patch is None or not isinstance(self, cls):  # a hook kept a method of an earlier patch
             return getattr(original_class(self), name)(self, *args, **kwargs)
-        return role.run(self, patch, getattr(super(cls, self), name), args, kwargs)
+        inner = getattr(super(cls, self), name)
+        if can_idle and is_idle(patch):
+            return inner(*args, **kwargs)
+        return role.run(self, patch, inner, args, kwargs)
 
     return method
 

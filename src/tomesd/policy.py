@@ -25,7 +25,17 @@ from .proportional import Proportion
 from .schedule import Noise, ratio_at
 from .settings import MergeWarning, Settings
 
-__all__ = ["Call", "Frame", "Patch", "Planner", "Run", "Visit", "current_frame", "enter_frame"]
+__all__ = [
+    "Call",
+    "Frame",
+    "Patch",
+    "Planner",
+    "Run",
+    "Visit",
+    "current_frame",
+    "enter_frame",
+    "is_idle",
+]
 
 
 Planner = Callable[["Frame", Tensor, int], Any]
@@ -44,9 +54,11 @@ class Patch:
     """Whether a model around the blocks notes image size and timestep."""
     planner: Planner
     noise: Noise = field(default_factory=Noise)
+    blocks: int = 1
+    """Transformer blocks in the model."""
     kept: Kept = field(default_factory=Kept)
-    decisions: dict[Any, bool] = field(default_factory=dict)
-    """Where merging pays, by shape: found out once."""
+    known: dict[Any, Any] = field(default_factory=dict)
+    """What has been found out about shapes: tokens to remove, and whether that pays."""
     warned: set[str] = field(default_factory=set)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     """By which functions find it that are constant to the compiler, and take constants alone."""
@@ -55,7 +67,7 @@ class Patch:
         _patches[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Patch, (self.settings, self.rooted, self.planner, self.noise)
+        return Patch, (self.settings, self.rooted, self.planner, self.noise, self.blocks)
 
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)
@@ -183,9 +195,19 @@ class Frame:
         return Frame(self.patch, self.call, self.settings, grid, visit)
 
     def _removes(self, grid: tuple[int, int]) -> dict[tuple[str, ...], int]:
-        call, settings = self.call, self.settings
         # In a UNet, the first attention is the finest.
-        finest = call.visits[0].grid if call.visits else grid
+        finest = self.call.visits[0].grid if self.call.visits else grid
+        if torch.compiler.is_compiling() or self.settings is not self.patch.settings:
+            return self._find_removes(grid, finest)
+        known, key = self.patch.known, (grid, finest, self.call.size, self.call.ratio)
+        if key not in known:
+            known[key] = self._find_removes(grid, finest)
+        return known[key]
+
+    def _find_removes(
+        self, grid: tuple[int, int], finest: tuple[int, int]
+    ) -> dict[tuple[str, ...], int]:
+        call, settings = self.call, self.settings
         level = _level(call.size, grid)
         named = settings.level_ratios is not None and level in settings.level_ratios
         ratio = settings.ratio if call.ratio is None else call.ratio
@@ -221,12 +243,12 @@ class Frame:
     def _pays(self, visit: Visit, x: Tensor) -> bool:
         replayed = _is_replayed(x)
         if torch.compiler.is_compiling():
-            return _pays(self.settings, visit, x, replayed)
-        known = self.patch.decisions
+            return _pays(self.patch, visit, x, replayed)
+        known = self.patch.known
         removes = tuple(visit.removes.items())
         key = (visit.grid, visit.blocks, removes, x.shape, x.dtype, x.device, replayed)
         if key not in known:
-            known[key] = _pays(self.settings, visit, x, replayed)
+            known[key] = _pays(self.patch, visit, x, replayed)
         return known[key]
 
     def in_block(self, block: nn.Module, x: Tensor) -> "Frame":
@@ -252,7 +274,8 @@ class Frame:
         return _level(self.call.size, self.grid)
 
 
-def _pays(settings: Settings, visit: Visit, x: Tensor, replayed: bool) -> bool:
+def _pays(patch: Patch, visit: Visit, x: Tensor, replayed: bool) -> bool:
+    settings = patch.settings
     return merging_pays(
         Device.of(x.device, compiled=replayed),
         batch=x.shape[0],
@@ -261,8 +284,10 @@ def _pays(settings: Settings, visit: Visit, x: Tensor, replayed: bool) -> bool:
         removes=visit.removes,
         target=settings.target,
         blocks=visit.blocks,
+        model_blocks=patch.blocks,
         uses=1 if settings.share == "block" else visit.blocks,
         item_size=x.element_size(),
+        proportional=settings.proportional,
     )
 
 
@@ -304,6 +329,17 @@ def current_frame(patch: Patch) -> Frame | None:
     """The frame that this thread is in, if it is one of this patch."""
     frame = _thread.frame
     return frame if frame is not None and frame.patch is patch else None
+
+
+def is_idle(patch: Patch) -> bool:
+    """Whether this thread is in blocks that merge nothing. Quick: most layers ask."""
+    frame = _thread.frame
+    return (
+        frame is not None
+        and frame.visit is not None
+        and not frame.visit.removes
+        and frame.patch is patch
+    )
 
 
 def enter_frame(frame: Frame | None) -> Frame | None:

@@ -131,8 +131,6 @@ class Block(Role):
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         frame = current_frame(patch)
-        if frame is not None and frame.grid is not None and frame.remove == 0:
-            return inner(*args, **kwargs)
         x = self.input(args, kwargs)
         if frame is None or frame.grid is None:
             _refuse_outside(patch, module)

@@ -14,7 +14,7 @@ from zoo_diffusers import HOSTS, call, make_sd_pipeline
 
 import tomesd
 from tomesd import kernels, planning, policy
-from tomesd.cost import Device, merging_pays
+from tomesd.cost import Device, find_launcher, merging_pays
 from tomesd.kernels import Cells
 from tomesd.patch import patch_of
 
@@ -308,3 +308,27 @@ def test_a_backend_that_cannot_serve_raises_when_the_model_runs(
     model = tomesd.apply_patch(SD1.build(), 0.5, backend="triton")
     with pytest.raises(RuntimeError, match=r'backend="triton" cannot be used here: .* on cpu'):
         run(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "launcher"),
+    [
+        ({}, "compiled"),
+        ({"mode": "reduce-overhead"}, "graph"),
+        ({"mode": "max-autotune"}, "graph"),
+        ({"options": {"triton.cudagraphs": True}}, "graph"),
+        ({"backend": "eager"}, "compiled"),
+    ],
+    ids=str,
+)
+def test_the_mode_of_the_compiler_is_known(options: dict[str, Any], launcher: str) -> None:
+    torch._dynamo.reset()
+    words = {"eager": 1, "compiled": 2, "graph": 3}
+
+    def told(x: torch.Tensor) -> torch.Tensor:
+        return x + words[find_launcher(x.device)]
+
+    assert find_launcher(torch.device("cpu")) == "eager"
+    compiled = torch.compile(told, fullgraph=True, **options)
+    assert compiled(torch.zeros(1)).item() == words[launcher]
+    torch._dynamo.reset()

@@ -6,12 +6,13 @@ break-even, so the numbers are round ones; docs/performance.md has the measureme
 """
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from .kernels import Cells
 
-__all__ = ["Device", "merging_pays"]
+__all__ = ["Device", "Launcher", "find_launcher", "merging_pays"]
 
 # Share of the matrix units' peak that layers of this size reach, and how many operations they do in
 # the time that one byte takes to move.
@@ -31,9 +32,39 @@ _TFLOPS_PER_MULTIPROCESSOR = {
 }
 
 
-# Microseconds to start a kernel on a slow host. On a fast one, layers that take about as long as
-# their launches are left alone that would gain a little.
-_HOST = 40.0
+# Microseconds to start a kernel on a slow host, by who starts it: PyTorch, the code that
+# torch.compile makes, or a CUDA graph. On a fast host, layers that take about as long as their
+# launches are left alone that would gain a little.
+Launcher = Literal["eager", "compiled", "graph"]
+_HOST: dict[Launcher, float] = {"eager": 40.0, "compiled": 20.0, "graph": 0.0}
+
+
+def find_launcher(device: torch.device) -> Launcher:
+    """Who will start the kernels of what runs or is traced now."""
+    if torch.compiler.is_compiling():
+        return "graph" if _compiles_to_graphs() else "compiled"
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return "graph" if capturing else "eager"
+
+
+def _compiles_to_graphs() -> bool:
+    """Whether torch.compile runs in a mode that replays CUDA graphs.
+
+    PyTorch has no public way to ask; where this one is closed, the answer is no.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except (AttributeError, ImportError):
+        return False
+    compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
+    config = getattr(compiler, "config", None)
+    return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
+
+
+# Constant to the compiler; see kept.py.
+_compiles_to_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _gpu_operations(index: int) -> float:
@@ -43,7 +74,7 @@ def _gpu_operations(index: int) -> float:
     return _EFFICIENCY * per_unit * properties.multi_processor_count * 1e6
 
 
-# Constant to the compiler; see policy.py.
+# Constant to the compiler; see kept.py.
 _gpu_operations._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -61,12 +92,11 @@ class Device:
     """Microseconds that the host needs to start a kernel, when it is not replayed from a graph."""
 
     @classmethod
-    def of(cls, device: torch.device, compiled: bool) -> "Device":
+    def of(cls, device: torch.device, launcher: Launcher) -> "Device":
         if device.type == "cpu":
             return cls(operations=1e5, bytes=4e4)
         rate = _gpu_operations(device.index or 0) if device.type == "cuda" else 1e7
-        host = 0.0 if compiled else _HOST
-        return cls(rate, rate / _OPERATIONS_PER_BYTE, launch=2.5, host=host)
+        return cls(rate, rate / _OPERATIONS_PER_BYTE, launch=2.5, host=_HOST[launcher])
 
     def time(self, operations: float, moved: float, kernels: int) -> float:
         """Microseconds until kernels are done, whether they or their launches take longer."""

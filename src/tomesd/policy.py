@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from .cost import Device, merging_pays
+from .cost import Device, Launcher, find_launcher, merging_pays
 from .kept import Kept
 from .kernels import Cells
 from .plan import MergePlan
@@ -241,14 +241,14 @@ class Frame:
         return bool(visit.removes)
 
     def _pays(self, visit: Visit, x: Tensor) -> bool:
-        replayed = _is_replayed(x)
+        launcher = find_launcher(x.device)
         if torch.compiler.is_compiling():
-            return _pays(self.patch, visit, x, replayed)
+            return _pays(self.patch, visit, x, launcher)
         known = self.patch.known
         removes = tuple(visit.removes.items())
-        key = (visit.grid, visit.blocks, removes, x.shape, x.dtype, x.device, replayed)
+        key = (visit.grid, visit.blocks, removes, x.shape, x.dtype, x.device, launcher)
         if key not in known:
-            known[key] = _pays(self.patch, visit, x, replayed)
+            known[key] = _pays(self.patch, visit, x, launcher)
         return known[key]
 
     def in_block(self, block: nn.Module, x: Tensor) -> "Frame":
@@ -274,10 +274,10 @@ class Frame:
         return _level(self.call.size, self.grid)
 
 
-def _pays(patch: Patch, visit: Visit, x: Tensor, replayed: bool) -> bool:
+def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher) -> bool:
     settings = patch.settings
     return merging_pays(
-        Device.of(x.device, compiled=replayed),
+        Device.of(x.device, launcher),
         batch=x.shape[0],
         channels=x.shape[2],
         cells=_cells(settings, *visit.grid),
@@ -289,13 +289,6 @@ def _pays(patch: Patch, visit: Visit, x: Tensor, replayed: bool) -> bool:
         item_size=x.element_size(),
         proportional=settings.proportional,
     )
-
-
-def _is_replayed(x: Tensor) -> bool:
-    """Whether what runs now becomes a program, so that the host's time for each kernel is saved."""
-    if torch.compiler.is_compiling():
-        return True
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _cells(settings: Settings, h: int, w: int) -> Cells:

@@ -79,6 +79,27 @@ def speed() -> str:
     return table(["one step of", "unpatched", "tomesd 0.1.3", "this library"], lines)
 
 
+def quality() -> str:
+    """The original and this library at half the tokens, and the presets, in the search's rows."""
+    # In the embedded model, a stack is one block.
+    labels = {
+        "tomesd 0.1.3, `ratio=0.5`": "0.1.3 0.5",
+        "`ratio=0.5`": "attn 0.5",
+        '`preset="quality"`': "kv 0.5, proportional",
+        '`preset="balanced"`': "kv 0.75, window 8",
+        '`preset="fast"`': "block 0.5, end 0.7",
+    }
+    rows = {r["label"]: r for r in results("quality") if r["section"] == "quality-search"}
+    lines = []
+    for name, label in labels.items():
+        row = rows[label]
+        error = (row["lpips_high"] - row["lpips_low"]) / 2
+        scores = [f"{row['lpips']:.3f} ± {error:.3f}", f"{row['psnr']:.1f} dB"]
+        speeds = [f"{row[speed]:.2f}x" for speed in ("speedup", "speedup_unfused")]
+        lines.append([name, *scores, *speeds])
+    return table(["", "LPIPS", "PSNR", "speed-up", "with unfused attention"], lines)
+
+
 def memory() -> str:
     measured = results("memory_cpu")
     base = {row["grid"]: row["forward_mib"] for row in measured if row["library"] == "none"}
@@ -109,8 +130,8 @@ def fill(text: str, name: str, content: str) -> str:
 def main() -> None:
     old = README.read_text()
     new = old
-    for name, make in (("demo", demo), ("options", options), ("memory", memory), ("speed", speed)):
-        new = fill(new, name, make())
+    for make in (demo, options, quality, speed, memory):
+        new = fill(new, make.__name__, make())
     if "--check" in sys.argv:
         if new != old:
             raise SystemExit("README.md is out of date: run python scripts/update_readme.py")

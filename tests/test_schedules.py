@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo_ldm
+from diffusers import EulerDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -196,6 +197,17 @@ def test_the_noise_of_other_hosts() -> None:
     torch.testing.assert_close(
         torch.tensor(found.shares, dtype=torch.float64), share, rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("options", [{"start": 0.5}, {"schedule": [0.5, 0.2]}], ids=str)
+def test_timesteps_that_are_no_count_are_refused(options: dict[str, Any]) -> None:
+    pipe = make_sd_pipeline()
+    config = {"timestep_type": "continuous", "prediction_type": "v_prediction"}
+    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config, **config)
+    with pytest.raises(ValueError, match="need timesteps that count down to 0"):
+        tomesd.apply_patch(pipe, **options)
+    assert patch_of(pipe.unet) is None
+    tomesd.apply_patch(pipe, 0.5)
 
 
 def test_a_compiled_model_is_compiled_for_each_ratio() -> None:

@@ -154,3 +154,29 @@ def test_masks_for_tokens_leave_whole_blocks_alone() -> None:
     )
     with pytest.warns(tomesd.MergeWarning, match="attention_mask is given"):
         run(PIXART, model, height=32, width=32)
+
+
+@pytest.mark.parametrize("target", ["kv", "attn"])
+def test_additional_tokens_are_attended_to(target: str) -> None:
+    """They are keys as well: with kv there is no place for them, and no size for proportion."""
+    host = next(host for host in zoo_ldm.HOSTS if host.name == "sgm")
+
+    def with_more(model: Any) -> torch.Tensor:
+        more = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))
+        for module in model.modules():
+            if type(module).__name__ == "CrossAttention" and module.to_k.in_features == 32:
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs: (args, {**kwargs, "additional_tokens": more}),
+                    with_kwargs=True,
+                )
+        return run(host, model)
+
+    plain = with_more(host.build())
+    proportional = tomesd.apply_patch(host.build(), 0.5, target=target, proportional=True)
+    if target == "kv":
+        with pytest.warns(tomesd.MergeWarning, match="attend to additional tokens"):
+            assert torch.equal(with_more(proportional), plain)
+    else:
+        merged = with_more(tomesd.apply_patch(host.build(), 0.5))
+        assert not torch.equal(merged, plain)
+        assert torch.equal(with_more(proportional), merged)

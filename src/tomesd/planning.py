@@ -72,7 +72,7 @@ def _keep_plan(frame: Frame, x: Tensor, remove: int) -> MergePlan:
 
 
 def _memory(frame: Frame, x: Tensor, remove: int, triton: bool) -> tuple[MergePlan, Tensor]:
-    """A plan that stays, and its clock; see `kernels.new_clock`."""
+    """A plan that stays, and its clock; see `kernels.match_tokens`."""
     assert frame.grid is not None and frame.call.timestep is not None
     (h, w), (batch, n, _) = frame.grid, x.shape
     name = f"plan_{int(h)}_{int(w)}_{int(remove)}_{triton}"

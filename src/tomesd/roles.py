@@ -98,9 +98,10 @@ def _nothing_merged(settings: Settings, call: Call) -> str:
     if call.visits:
         h, w = call.visits[0].grid
         where += f", where the finest attention has {h}x{w} tokens"
+    ratio = settings.ratio if call.ratio is None else call.ratio
     return (
         f"tomesd merged nothing {where}: max_downsample={settings.max_downsample}, "
-        f"ratio={settings.ratio:g} and {settings.sx}x{settings.sy} cells leave nothing to merge"
+        f"ratio={ratio:g} and {settings.sx}x{settings.sy} cells leave nothing to merge"
     )
 
 
@@ -221,14 +222,14 @@ class Layer(Role):
             return inner(*args, **kwargs)
         x = self.input(args, kwargs)
         keys_only = self.kind == "attn" and frame.settings.target == "kv"
-        context = args[1] if len(args) > 1 else kwargs.get(self.context)
         reason = self._reason_to_skip(plan.fits(x), kwargs)
+        other_keys = self._other_keys(args, kwargs)
         if keys_only and not reason:
-            reason = _reason_for_full_keys(module, context)
+            reason = other_keys or _reason_for_full_keys(module)
         if reason:
             patch.warn_once(f"tomesd left {self.kind} layers alone: {reason}")
             return inner(*args, **kwargs)
-        if frame.settings.proportional and self.kind == "attn" and context is None:
+        if frame.settings.proportional and self.kind == "attn" and not other_keys:
             frame = _with_proportion(frame, module, plan)
         merged = plan.merge(x)
         if keys_only:
@@ -246,10 +247,17 @@ class Layer(Role):
                 return f"{name} is given, and is laid out for unmerged tokens"
         return None
 
+    def _other_keys(self, args: tuple, kwargs: dict) -> str | None:
+        """What attention attends to, if that is not its input alone."""
+        context = args[1] if len(args) > 1 else kwargs.get(self.context)
+        if context is not None:
+            return "they attend to something else than the image"
+        if kwargs.get("additional_tokens") is not None:  # of sgm
+            return "they attend to additional tokens"
+        return None
 
-def _reason_for_full_keys(module: nn.Module, context: Any) -> str | None:
-    if context is not None:
-        return "they attend to something else than the image"
+
+def _reason_for_full_keys(module: nn.Module) -> str | None:
     if getattr(module, "fused_projections", False):
         return 'their projections are fused, and target="kv" needs them apart'
     return None

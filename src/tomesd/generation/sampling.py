@@ -96,7 +96,8 @@ def save_image(image: Image.Image, path: Path, metadata: dict[str, Any] | None =
     """Writes a PNG in one go: an interruption leaves the old file or none, never half of one."""
     info = PngImagePlugin.PngInfo()
     if metadata is not None:
-        info.add_text(METADATA_KEY, json.dumps(metadata))
+        # A schedule may be a function, and a mask a tensor: for those, words have to do.
+        info.add_text(METADATA_KEY, json.dumps(metadata, default=str))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:

@@ -32,7 +32,6 @@ __all__ = [
     "draw_key",
     "draw_offsets",
     "match_tokens",
-    "new_clock",
     "slot_gather",
     "slot_mean",
     "slot_restore",
@@ -126,17 +125,6 @@ def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def new_clock(times: int, device: torch.device) -> Tensor:
-    """State of a plan that is kept over calls: [to be made anew?, calls served, last timesteps].
-
-    Returns:
-        `[2 + times]`, float32.
-    """
-    clock = torch.zeros(2 + times, device=device)
-    clock[2:] = float("-inf")  # no time is below it, so the first call makes the plan
-    return clock
-
-
 @torch.library.custom_op(
     "tomesd::match_tokens", mutates_args=("slot", "order", "start", "clock"), device_types=None
 )
@@ -197,8 +185,9 @@ def match_tokens(
         key: draws the destinations, together with the timestep; negative: the top left of each
             cell.
         offsets: or the destinations are given: the dst of each cell, `[1 or B, cells.count]`.
-        clock: from `new_clock`: leaves the plan as it is while the timestep falls and it has
-            served fewer than `refresh` calls.
+        clock: state of a plan that is kept, `[2 + T]` float32: is it to be made anew, calls it has
+            served, last timesteps; minus infinity at first. Leaves the plan as it is while the
+            timestep falls and it has served fewer than `refresh` calls.
         triton: as `use_triton` says.
     """
     if triton and _is_launched_here(metric):

@@ -293,7 +293,8 @@ def slower_compiled(found: Comparison) -> str:
 On this machine, {title_of(found)}, is bound by the host in this mode: {ms(base)} ms unpatched with
 a spread of {spread(base)} ms, {ms(merged[0])} to {ms(merged[-1])} ms merged with spreads of
 {spreads[0]} to {spreads[-1]} ms. Merging does not pay there without CUDA graphs, which the first
-table is measured with."""
+table is measured with. These rows merge with `when="always"`; by default, such a model is left
+alone in this mode, and merged in those that replay graphs (`reduce-overhead`, `max-autotune`)."""
 
 
 def paper(document: Document) -> None:

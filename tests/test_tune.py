@@ -18,18 +18,8 @@ from tomesd.cli.run import run
 from tomesd.evaluation import Sampling, make_items
 from tomesd.evaluation.metrics import paired_scores
 from tomesd.evaluation.networks import Lpips
-from tomesd.evaluation.tuning import (
-    Budget,
-    Choice,
-    Measurement,
-    Scales,
-    choose,
-    first_options,
-    front_of,
-    levels_of,
-    search,
-    search_space,
-)
+from tomesd.evaluation.search_space import Choice, first_options, levels_of, search_space
+from tomesd.evaluation.tuning import Budget, Measurement, Scales, choose, front_of, search
 from tomesd.generation import sample
 from tomesd.presets import PRESETS, load, save
 

@@ -106,7 +106,7 @@ class Tune:
     merge: MergeOptions = field(default_factory=MergeOptions)
 
     def run(self, console: Console) -> None:
-        from ..evaluation import tuning
+        from ..evaluation import search_space, tuning
         from ..evaluation.needs import need
         from ..evaluation.networks import Lpips
 
@@ -129,7 +129,7 @@ class Tune:
                 )
 
             first = scales(self.image_seed, self.repeats).measure
-            seen = self._search(first, tuning.levels_of(pipe, sampling), bar, log)
+            seen = self._search(first, search_space.levels_of(pipe, sampling), bar, log)
             again = scales(self.image_seed + _FRESH, max(self.repeats, 5)).measure
             chosen = tuning.choose(seen, budget, again, progress=bar, log=log)
         console.print(_table(tuning.front_of(seen)), soft_wrap=False)
@@ -141,10 +141,10 @@ class Tune:
     def _search(
         self, measure: "Measure", levels: list[int], bar: "_Bar", log: "Log"
     ) -> "list[Measurement]":
-        from ..evaluation import tuning
+        from ..evaluation import search_space, tuning
 
         given, base = self.merge.given(), self.merge.base()
-        space = tuning.search_space(levels, given)
+        space = search_space.search_space(levels, given)
         searched = {choice.name for choice in space}
         # Of a settings file, what the search does not try stays; the rest is where it starts.
         fixed = {name: value for name, value in base.items() if name not in searched} | given
@@ -153,7 +153,7 @@ class Tune:
             space,
             trials=self.trials,
             fixed=fixed,
-            first=tuning.first_options(fixed, base),
+            first=search_space.first_options(fixed, base),
             seed=self.search_seed,
             progress=bar,
             log=log,

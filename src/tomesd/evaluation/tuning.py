@@ -16,31 +16,27 @@ import torch
 import tomesd
 
 from ..generation.loading import denoiser
-from ..presets import PRESETS, changed
-from ..settings import DOWNSAMPLES, MergeWarning, Settings
+from ..presets import changed
+from ..settings import MergeWarning, Settings
 from .figures import pareto_front
 from .metrics import PSNR_CAP, paired_scores, speedup_estimate
 from .progress import Progress, Silent
 from .prompts import Item
 from .runs import Sampling
 from .sampling import sample_batch
+from .search_space import Choice, Options
 
 __all__ = [
     "Budget",
-    "Choice",
     "Log",
     "Measure",
     "Measurement",
     "Scales",
     "choose",
-    "first_options",
     "front_of",
-    "levels_of",
     "search",
-    "search_space",
 ]
 
-Options = dict[str, Any]
 _ASKS_PER_TRIAL = 20
 """Proposals that are refused or known already cost no trial, but there has to be an end."""
 
@@ -188,81 +184,6 @@ class Scales:
                     made = sample_batch(self.pipe, batch, self.sampling)
         pixels = torch.stack([torch.from_numpy(np.array(image)) for image in made.images])
         return pixels.permute(0, 3, 1, 2).to(denoiser(self.pipe).device), made.seconds
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An option that is searched."""
-
-    name: str
-    values: tuple[Any, ...]
-    ordered: bool = False
-    """Whether neighbouring values do about the same."""
-    only_if: Callable[[Options], bool] = lambda options: True
-    """Whether it does anything, given the options before it."""
-
-    def place_of(self, value: Any) -> int:
-        """Of the value, or of the one next to it."""
-        if value in self.values:
-            return self.values.index(value)
-        numbers = [v for v in self.values if self.ordered and v is not None and value is not None]
-        if not numbers:
-            return 0
-        return self.values.index(min(numbers, key=lambda number: abs(number - value)))
-
-
-def search_space(levels: Sequence[int], fixed: Iterable[str] = ()) -> list[Choice]:
-    """The options that are tried, but for those that stay as they are.
-
-    Args:
-        levels: downsampling of the levels of the model, finest first.
-    """
-    percents = tuple(percent / 100 for percent in range(10, 76, 5))
-    space = (
-        Choice("ratio", percents, ordered=True),
-        Choice("target", ("attn", "kv", "block", "stack")),
-        Choice("merge_crossattn", (False, True), only_if=lambda o: o["target"] == "attn"),
-        Choice("merge_mlp", (False, True), only_if=lambda o: o["target"] == "attn"),
-        Choice("max_downsample", (None, *levels[1:]), ordered=True),
-        Choice("selector", ("bipartite", "kmeans", "grid")),
-        Choice(
-            "metric",
-            ("input", "keys", "mean", "previous"),
-            only_if=lambda o: o["selector"] != "grid",
-        ),
-        Choice("window", (None, 0, 4, 8, 16), only_if=lambda o: o["selector"] == "bipartite"),
-        Choice("share", ("block", "level", "steps")),
-        Choice("refresh", (2, 4, 8), ordered=True, only_if=lambda o: o["share"] == "steps"),
-        Choice("proportional", (False, True), only_if=lambda o: o["target"] in ("attn", "kv")),
-        Choice("schedule", (None, "linear")),
-        Choice(
-            "ratio_end",
-            (0.0, 0.05, *percents),
-            ordered=True,
-            only_if=lambda o: o["schedule"] in ("linear", "cosine"),
-        ),
-        Choice("start", (0.0, 0.1, 0.2, 0.3, 0.4), ordered=True),
-        Choice("end", (1.0, 0.9, 0.8, 0.7, 0.6), ordered=True),
-    )
-    left_out = set(fixed)
-    return [c for c in space if c.name not in left_out and len(c.values) > 1]
-
-
-def levels_of(pipe: Any, sampling: Sampling) -> list[int]:
-    """Downsampling of the levels that have blocks, finest first."""
-    try:
-        parts = tomesd.describe(pipe, sampling.height, sampling.width).parts
-    except tomesd.UnsupportedModelError:  # of which inputs are not known
-        return list(DOWNSAMPLES)
-    found = {level.downsample for part in parts for level in part.levels}
-    return sorted(found & set(DOWNSAMPLES))
-
-
-def first_options(fixed: Options, start: Options | None = None) -> list[Options]:
-    """Known good ones, to begin with: where to start from, defaults, presets."""
-    known: list[Options] = [*([] if start is None else [start]), {}, *PRESETS.values()]
-    known += [{"ratio": ratio} for ratio in (0.25, 0.75, 0.4, 0.6)]
-    return [{**options, **fixed} for options in known]
 
 
 def search(

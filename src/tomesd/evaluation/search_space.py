@@ -1,0 +1,90 @@
+"""What `tomesd tune` tries: the options, their values, and what to begin with."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tomesd
+
+from ..presets import PRESETS
+from ..settings import DOWNSAMPLES
+from .runs import Sampling
+
+__all__ = ["Choice", "Options", "first_options", "levels_of", "search_space"]
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option that is searched."""
+
+    name: str
+    values: tuple[Any, ...]
+    ordered: bool = False
+    """Whether neighbouring values do about the same."""
+    only_if: Callable[[Options], bool] = lambda options: True
+    """Whether it does anything, given the options before it."""
+
+    def place_of(self, value: Any) -> int:
+        """Of the value, or of the one next to it."""
+        if value in self.values:
+            return self.values.index(value)
+        numbers = [v for v in self.values if self.ordered and v is not None and value is not None]
+        if not numbers:
+            return 0
+        return self.values.index(min(numbers, key=lambda number: abs(number - value)))
+
+
+def search_space(levels: Sequence[int], fixed: Iterable[str] = ()) -> list[Choice]:
+    """The options that are tried, but for those that stay as they are.
+
+    Args:
+        levels: downsampling of the levels of the model, finest first.
+    """
+    percents = tuple(percent / 100 for percent in range(10, 76, 5))
+    space = (
+        Choice("ratio", percents, ordered=True),
+        Choice("target", ("attn", "kv", "block", "stack")),
+        Choice("merge_crossattn", (False, True), only_if=lambda o: o["target"] == "attn"),
+        Choice("merge_mlp", (False, True), only_if=lambda o: o["target"] == "attn"),
+        Choice("max_downsample", (None, *levels[1:]), ordered=True),
+        Choice("selector", ("bipartite", "kmeans", "grid")),
+        Choice(
+            "metric",
+            ("input", "keys", "mean", "previous"),
+            only_if=lambda o: o["selector"] != "grid",
+        ),
+        Choice("window", (None, 0, 4, 8, 16), only_if=lambda o: o["selector"] == "bipartite"),
+        Choice("share", ("block", "level", "steps")),
+        Choice("refresh", (2, 4, 8), ordered=True, only_if=lambda o: o["share"] == "steps"),
+        Choice("proportional", (False, True), only_if=lambda o: o["target"] in ("attn", "kv")),
+        Choice("schedule", (None, "linear")),
+        Choice(
+            "ratio_end",
+            (0.0, 0.05, *percents),
+            ordered=True,
+            only_if=lambda o: o["schedule"] in ("linear", "cosine"),
+        ),
+        Choice("start", (0.0, 0.1, 0.2, 0.3, 0.4), ordered=True),
+        Choice("end", (1.0, 0.9, 0.8, 0.7, 0.6), ordered=True),
+    )
+    left_out = set(fixed)
+    return [c for c in space if c.name not in left_out and len(c.values) > 1]
+
+
+def levels_of(pipe: Any, sampling: Sampling) -> list[int]:
+    """Downsampling of the levels that have blocks, finest first."""
+    try:
+        parts = tomesd.describe(pipe, sampling.height, sampling.width).parts
+    except tomesd.UnsupportedModelError:  # of which inputs are not known
+        return list(DOWNSAMPLES)
+    found = {level.downsample for part in parts for level in part.levels}
+    return sorted(found & set(DOWNSAMPLES))
+
+
+def first_options(fixed: Options, start: Options | None = None) -> list[Options]:
+    """Known good ones, to begin with: where to start from, defaults, presets."""
+    known: list[Options] = [*([] if start is None else [start]), {}, *PRESETS.values()]
+    known += [{"ratio": ratio} for ratio in (0.25, 0.75, 0.4, 0.6)]
+    return [{**options, **fixed} for options in known]

@@ -2,7 +2,7 @@
 
     python scripts/record_gallery.py [--original FOLDER]
 
-The first held-out captions, not picked; 30 DDIM steps, guidance 5, on a CPU.
+The first held-out captions, not picked; 20 DDIM steps, guidance 5, on a CPU.
 """
 
 import argparse
@@ -47,8 +47,8 @@ def pil_to_tensor(image: Image.Image) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--original", type=Path)
-    parser.add_argument("--captions", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--captions", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     pipe = load_pipeline("demo", device="cpu")
     captions = tomesd_demo_model.held_out_captions()[: args.captions]

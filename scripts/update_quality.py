@@ -24,7 +24,7 @@ from tomesd.settings import Settings
 ROOT = Path(__file__).parent.parent
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
 SPEEDS = {"speedup": "fused attention", "speedup_unfused": "unfused attention"}
-SHEET = "images.jpg"
+SHEET, GALLERY = "images.jpg", "gallery.png"
 
 # FID at r = 0.5 on Stable Diffusion, from the tables of the paper (Bolya & Hoffman 2023).
 PAPER = {
@@ -545,8 +545,18 @@ def saved(picture: Any, figures: Path, name: str) -> str:
     return f"figures/quality/{name}"
 
 
+def gallery(document: Document) -> None:
+    if (document.figures / GALLERY).exists():
+        words = """
+The first held-out captions, not picked: unmerged, with tomesd 0.1.3, with this library at the same
+ratio, and with the presets. Means of LPIPS over these few are over the columns. 20 DDIM steps on a
+CPU, by [scripts/record_gallery.py](../scripts/record_gallery.py)."""
+        picture = f"![Images with every preset](figures/quality/{GALLERY})"
+        document.add("Some images", filled(words), picture)
+
+
 def build(document: Document) -> str:
-    for section in (paper, front, searched, ablations, seed):
+    for section in (gallery, paper, front, searched, ablations, seed):
         section(document)
     return document.text()
 
@@ -573,8 +583,9 @@ def check(args: argparse.Namespace, path: Path) -> None:
 
     figures = args.docs / "figures" / "quality"
     with tempfile.TemporaryDirectory() as folder:
-        if (figures / SHEET).exists():
-            (Path(folder) / SHEET).touch()
+        for picture in (SHEET, GALLERY):
+            if (figures / picture).exists():
+                (Path(folder) / picture).touch()
         text = build(Document(args.results, Path(folder)))
         made = {figure.name for figure in Path(folder).glob("*")}
     there = {figure.name for figure in figures.glob("*")}

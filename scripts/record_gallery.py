@@ -1,4 +1,4 @@
-"""Draws docs/figures/quality/gallery.png: captions of the embedded model, with every preset.
+"""Draws docs/figures/quality/gallery.jpg: captions of the embedded model, with every preset.
 
     python scripts/record_gallery.py [--original FOLDER]
 
@@ -25,7 +25,7 @@ from tomesd.generation import load_pipeline
 from tomesd.generation.comparison import label_grid
 from tomesd.presets import PRESETS
 
-FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "quality" / "gallery.png"
+FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "quality" / "gallery.jpg"
 
 
 def variants(original: Any) -> dict[str, Variant]:
@@ -68,7 +68,7 @@ def main() -> None:
         print(title, flush=True)
         titles.append(title)
         columns.append(images)
-    label_grid(list(zip(*columns, strict=True)), titles, captions).save(FIGURE)
+    label_grid(list(zip(*columns, strict=True)), titles, captions).save(FIGURE, quality=92)
 
 
 if __name__ == "__main__":

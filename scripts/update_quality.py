@@ -24,7 +24,7 @@ from tomesd.settings import Settings
 ROOT = Path(__file__).parent.parent
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
 SPEEDS = {"speedup": "fused attention", "speedup_unfused": "unfused attention"}
-SHEET, GALLERY = "images.jpg", "gallery.png"
+SHEET, GALLERY = "images.jpg", "gallery.jpg"
 
 # FID at r = 0.5 on Stable Diffusion, from the tables of the paper (Bolya & Hoffman 2023).
 PAPER = {

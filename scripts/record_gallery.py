@@ -9,14 +9,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tomesd_demo_model
-import torch
 from PIL import Image
 
 from tomesd import Settings
-from tomesd.evaluation.metrics import paired_scores
-from tomesd.evaluation.networks import Lpips
 from tomesd.evaluation.prompts import Item
 from tomesd.evaluation.runs import Sampling
 from tomesd.evaluation.sampling import sample_batch
@@ -39,11 +35,6 @@ def variants(original: Any) -> dict[str, Variant]:
     return found
 
 
-def pil_to_tensor(image: Image.Image) -> torch.Tensor:
-    """`[3, H, W]` of uint8."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--original", type=Path)
@@ -56,15 +47,10 @@ def main() -> None:
     original = load_original(args.original) if args.original else None
     sampling = Sampling(256, 256, steps=args.steps)
     columns: list[list[Image.Image]] = []
-    titles, base, lpips = [], None, Lpips()
+    titles = []
     for title, variant in variants(original).items():
         with patched_with(pipe, variant, original):
             images = list(sample_batch(pipe, items, sampling).images)
-        pixels = torch.stack([pil_to_tensor(image) for image in images])
-        if base is None:
-            base = pixels
-        else:
-            title += f", LPIPS {paired_scores(pixels, base, lpips)['lpips'].mean():.3f}"
         print(title, flush=True)
         titles.append(title)
         columns.append(images)

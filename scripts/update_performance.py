@@ -62,15 +62,9 @@ on two latents per image. Memory is the peak of a step beyond the weights.
   so it can be faster than the bound, which moves data in every layer.
 
 Before it measures, [benchmarks/gpu.py](../benchmarks/gpu.py) checks on the GPU that the kernels do
-what they should, and stops if they do not. Of the last run, it printed:
-
-- 90 plans (float16, bfloat16 and float32, 64 to 3072 channels) are those of float64; ties, scores
-  that are equal to rounding, moved 70 of 430,980 tokens. Plans and means are the same bits in 5
-  runs.
-- `slot_mean`, `slot_gather` and `slot_restore` have at most 1.20 times the error of the PyTorch
-  reference in the same precision, both against float64.
-- A CUDA graph replays 6 eager steps, over two images, bit for bit, with `share="block"` and with
-  `share="steps"`.
+what they should, and stops if they do not: that plans are those of float64 up to ties, and the same
+bits in every run; that merging and restoring are as exact as the PyTorch reference in the same
+precision; and that a CUDA graph replays eager steps bit for bit.
 
 Repeat it: `tomesd bench` for a model and settings of your own, [benchmarks/](../benchmarks) for
 these tables.

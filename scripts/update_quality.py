@@ -549,8 +549,8 @@ def gallery(document: Document) -> None:
     if (document.figures / GALLERY).exists():
         words = """
 The first held-out captions, not picked: unmerged, with tomesd 0.1.3, with this library at the same
-ratio, and with the presets. Means of LPIPS over these few are over the columns. 20 DDIM steps on a
-CPU, by [scripts/record_gallery.py](../scripts/record_gallery.py)."""
+ratio, and with the presets. 20 DDIM steps on a CPU, by
+[scripts/record_gallery.py](../scripts/record_gallery.py)."""
         picture = f"![Images with every preset](figures/quality/{GALLERY})"
         document.add("Some images", filled(words), picture)
 

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,14 @@ import zoo_ldm
 from diffusers import EulerDiscreteScheduler
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch._dynamo.testing import CompileCounterWithBackend
 from zoo_diffusers import HOSTS, make_sd_pipeline
 
 import tomesd
 from tomesd import planning
+from tomesd.evaluation.variants import make_variants, patched_with
+from tomesd.generation import save_image
 from tomesd.hosts import find_noise
 from tomesd.metric import angle_to_mean, mask_on_grid
 from tomesd.patch import patch_of
@@ -152,6 +156,13 @@ def test_the_timestep_alone_says_how_much_is_merged() -> None:
     outside = tomesd.apply_patch(model, start=0.6)
     assert torch.equal(run(outside, 900), run(plain, 900))
     assert not torch.equal(run(outside, 100), run(plain, 100))
+
+
+def test_a_function_merges_whatever_the_ratio_says() -> None:
+    model = tomesd.apply_patch(SD1.build(), 0, window=0, schedule=lambda progress: 0.5)
+    with tokens_seen(model) as seen:
+        run(model)
+    assert 128 in seen and 256 not in seen
 
 
 def test_nothing_to_merge_at_this_time_is_no_reason_to_warn(recwarn: Any) -> None:
@@ -327,3 +338,18 @@ def test_copies_keep_notes_of_their_own() -> None:
     assert not torch.equal(run(other, 800), expected)  # it has seen no step before
     fresh = tomesd.apply_patch(SD1.build(), 0.5, metric="previous")
     assert torch.equal(run(fresh, 800), run(copy.deepcopy(model), 800))
+
+
+def test_ratios_by_level_come_back_from_a_written_run() -> None:
+    """Keys of JSON are words."""
+    pipe = make_sd_pipeline()
+    (_, variant) = make_variants([0.5], Settings(level_ratios={1: 0.5, 2: 0.25}))
+    assert variant.settings["level_ratios"] == {"1": 0.5, "2": 0.25}
+    with patched_with(pipe, variant):
+        assert patch_of(pipe.unet).settings.level_ratios == {1: 0.5, 2: 0.25}
+
+
+def test_images_of_a_schedule_that_is_a_function_can_be_saved(tmp_path: Path) -> None:
+    settings = Settings(schedule=lambda progress: 0.5)
+    save_image(Image.new("RGB", (8, 8)), tmp_path / "a.png", {"merge": vars(settings)})
+    assert "function" in Image.open(tmp_path / "a.png").text["tomesd"]

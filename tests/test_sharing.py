@@ -73,6 +73,26 @@ def test_a_plan_per_block_per_level_or_for_some_steps(matchings: list) -> None:
     assert matchings == [(16, 16), (8, 8)] * 2
 
 
+@pytest.mark.parametrize("selector", ["kmeans", "bipartite"])
+def test_every_selector_keeps_its_plans(selector: str) -> None:
+    model = tomesd.apply_patch(SD1.build(), 0.5, share="steps", refresh=2, selector=selector)
+    patch, plans = patch_of(model), []
+
+    def record(*args: Any) -> Any:
+        plan = planning.shared_plan(*args)
+        plans.append(plan.slot.clone())
+        return plan
+
+    patch.planner = record
+    kept = []
+    for time in (900, 800, 700, 950):
+        plans.clear()
+        run(model, time)
+        kept.append(plans[0])
+    assert torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[1], kept[2]) and not torch.equal(kept[2], kept[3])
+
+
 def test_a_new_image_or_another_shape_starts_anew(matchings: list) -> None:
     model = tomesd.apply_patch(SD1.build(), 0.5, share="steps", refresh=100)
     for time in (900, 500, 100, 900, 500):

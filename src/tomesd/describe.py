@@ -11,7 +11,7 @@ from .hosts import Target, UnsupportedModelError, find_targets
 from .hosts.inputs import example_inputs
 from .kernels import Cells
 from .patch import patch_of
-from .policy import Call, Frame, Patch, Visit
+from .policy import Call, Frame, Patch, Visit, level_of
 from .roles import run_inside
 from .settings import Settings
 
@@ -179,7 +179,8 @@ def _levels(visits: list[Visit], size: tuple[int, int]) -> tuple[Level, ...]:
         key = (visit.grid, visit.remove, visit.too_small)
         blocks[key] = blocks.get(key, 0) + visit.blocks
     levels = []
-    for ((h, w), remove, too_small), count in blocks.items():
-        downsample = max(-(-size[0] // h), -(-size[1] // w))
-        levels.append(Level(downsample, (h, w), count, h * w, h * w - remove, too_small))
+    for (grid, remove, too_small), count in blocks.items():
+        tokens = grid[0] * grid[1]
+        level = level_of(size, grid)
+        levels.append(Level(level, grid, count, tokens, tokens - remove, too_small))
     return tuple(sorted(levels, key=lambda level: -level.tokens))

@@ -35,6 +35,7 @@ __all__ = [
     "current_frame",
     "enter_frame",
     "is_idle",
+    "level_of",
 ]
 
 
@@ -208,7 +209,7 @@ class Frame:
         self, grid: tuple[int, int], finest: tuple[int, int]
     ) -> dict[tuple[str, ...], int]:
         call, settings = self.call, self.settings
-        level = _level(call.size, grid)
+        level = level_of(call.size, grid)
         named = settings.level_ratios is not None and level in settings.level_ratios
         ratio = settings.ratio if call.ratio is None else call.ratio
         if not settings.active or not (
@@ -271,7 +272,7 @@ class Frame:
     def level(self) -> int:
         """How many times smaller than the latent the grid is."""
         assert self.grid is not None
-        return _level(self.call.size, self.grid)
+        return level_of(self.call.size, self.grid)
 
 
 def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher) -> bool:
@@ -295,7 +296,8 @@ def _cells(settings: Settings, h: int, w: int) -> Cells:
     return Cells.of(h, w, settings.sy, settings.sx, settings.search)
 
 
-def _level(size: tuple[int, int], grid: tuple[int, int]) -> int:
+def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:
+    """How many times smaller than a latent of that size a grid is."""
     return max(-(-size[0] // grid[0]), -(-size[1] // grid[1]))
 
 

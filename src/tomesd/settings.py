@@ -260,11 +260,11 @@ class Settings:
     @property
     def active(self) -> bool:
         """Whether these settings ask for any merging at all."""
-        return self.highest_ratio > 0 and bool(self.kinds)
+        return (self.highest_ratio > 0 or callable(self.schedule)) and bool(self.kinds)
 
     @property
     def highest_ratio(self) -> float:
-        """Of all places and times; of a schedule that is a function, what `ratio` says."""
+        """Of all places and times, but for what a schedule that is a function will say."""
         ratios = [self.ratio, self.ratio_end or 0.0, *(self.level_ratios or {}).values()]
         if isinstance(self.schedule, Sequence) and not isinstance(self.schedule, str):
             ratios += self.schedule

@@ -62,7 +62,7 @@ def record_maps(model: Any, item: int = -1) -> Iterator[list[MergeMap]]:
                 MergeMap(
                     layer=name,
                     timestep=0.0 if time is None else float(time.flatten()[-1]),
-                    downsample=max(-(-frame.call.size[0] // h), -(-frame.call.size[1] // w)),
+                    downsample=frame.level,
                     slot=plan.slot[item].reshape(h, w).cpu().numpy(),
                 )
             )

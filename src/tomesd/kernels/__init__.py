@@ -195,11 +195,10 @@ def match_tokens(
         _launch(_triton_matching().match_tokens, metric, timestep, offsets, *plan, *rest)
         return
     tensors = (metric.detach(), timestep, offsets, *plan, clock)
-    shape = (cells.h, cells.w, cells.sy, cells.sx, cells.down, cells.across)
     if triton and _is_launched_by_compiler(metric):
-        torch.ops.tomesd.match_tokens_triton(*tensors, *shape, remove, key, refresh)
+        torch.ops.tomesd.match_tokens_triton(*tensors, *cells.numbers, remove, key, refresh)
     else:
-        _match_tokens(*tensors, *shape, remove, key, refresh, triton)
+        _match_tokens(*tensors, *cells.numbers, remove, key, refresh, triton)
 
 
 @torch.library.custom_op("tomesd::slot_mean", mutates_args=())

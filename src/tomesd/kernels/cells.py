@@ -38,6 +38,11 @@ class Cells:
         return cls(h, w, min(sy, h // down), min(sx, w // across), down, across)
 
     @property
+    def numbers(self) -> tuple[int, int, int, int, int, int]:
+        """All that it is made of: operators of PyTorch take nothing else."""
+        return self.h, self.w, self.sy, self.sx, self.down, self.across
+
+    @property
     def tokens(self) -> int:
         return self.h * self.w
 

@@ -33,8 +33,7 @@ def kmeans(
         timestep, key: draw the seeds of the clusters; see `kernels.match_tokens`.
     """
     triton = kernels.use_triton(backend, metric)
-    shape = (cells.h, cells.w, cells.sy, cells.sx, cells.down, cells.across)
-    slot = _slots(metric.detach(), timestep, *shape, remove, key, ITERATIONS, triton)
+    slot = _slots(metric.detach(), timestep, *cells.numbers, remove, key, ITERATIONS, triton)
     return MergePlan(slot, *reference.members(slot, cells.tokens - remove), triton)
 
 

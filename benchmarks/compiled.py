@@ -22,6 +22,8 @@ from tomesd.bench import Case, Effort, Variant
 from tomesd.bench.rows import Row
 
 SECTION = "compile"
+BACKENDS = ("TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS", "TORCHINDUCTOR_MAX_AUTOTUNE_CONV_BACKENDS")
+"""Variables by which PyTorch is told what max-autotune chooses matrix products from."""
 
 
 @dataclass
@@ -63,6 +65,7 @@ def work(case: Case, variant: Variant, connection: Connection) -> None:
                 "peak_mib": prepared.peak_mib,
                 "finite": prepared.finite,
                 "prepare_seconds": time.monotonic() - start,
+                "autotuned": os.environ.get(BACKENDS[0]),
             }
         )
     except Exception as error:
@@ -160,6 +163,7 @@ def main() -> None:
     # Each process compiles with few threads: there are many processes.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(args.threads))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(dict.fromkeys(BACKENDS, args.backends) if args.backends else {})
     cases = [
         smaller(make_case(SETTINGS[number - 1], mode, args.original, SECTION), args)
         for number in args.settings
@@ -199,6 +203,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=16, help="processes that compile at a time")
     parser.add_argument("--threads", type=int, default=2, help="compile threads per process")
+    parser.add_argument(
+        "--backends", help="what max-autotune chooses matrix products from, such as ATEN or TRITON"
+    )
     parser.add_argument("--prepare-seconds", type=float, default=420)
     parser.add_argument("--seconds", type=float, default=3.0, help="of timing per setting")
     parser.add_argument("--device", default="cuda")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tomesd.bench.measure import MemoryProbe
 from tomesd.bench.models import shared_copy
 from tomesd.evaluation.metrics import Estimate, mean_estimate, paired_scores
 from tomesd.evaluation.sampling import set_scheduler
@@ -90,21 +91,35 @@ class Sampler:
             made.append((image * 255).round().to(torch.uint8).contiguous())
         return torch.cat(made)
 
-    def images(self, unet: Any, count: int, steps: int, scheduler: str, *, seed: int = 0) -> Images:
-        """`count` images, in batches. The first call of `unet` is not timed."""
+    def images(
+        self,
+        unet: Any,
+        count: int,
+        steps: int,
+        scheduler: str,
+        *,
+        seed: int = 0,
+        whole_batches: bool = False,
+    ) -> Images:
+        """`count` images, in batches. The first call of `unet` is not timed.
+
+        Args:
+            whole_batches: fill the last batch up with images that are dropped then: another size
+                would be compiled anew.
+        """
         first = min(self.batch, count)
         # Kernels are loaded and tuned, and memory is got.
         self.denoise(unet, self.latents(0, first, seed), self.texts(0, first), "ddim", 1)
         before = self._reset_peak()
         made, peak, began = [], None, time.perf_counter()
         for start in range(0, count, self.batch):
-            size = min(self.batch, count - start)
+            size = first if whole_batches else min(self.batch, count - start)
             latents, texts = self.latents(start, size, seed), self.texts(start, size)
             latents = self.denoise(unet, latents, texts, scheduler, steps)
             if before is not None and start == 0:
                 peak = (torch.cuda.max_memory_allocated(self.device) - before) / 2**20
             made.append(self.decode(latents))
-        pixels = torch.cat(made)
+        pixels = torch.cat(made)[:count]
         self._wait()
         return Images(pixels, time.perf_counter() - began, peak)
 
@@ -119,23 +134,59 @@ class Sampler:
         torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_allocated(self.device)
 
+    def timesteps(self, steps: int) -> Tensor:
+        with scheduled(self.pipe, "ddim") as solver:
+            solver.set_timesteps(steps)
+            return solver.timesteps.to(self.device)
+
+    def inputs(self, count: int) -> tuple[Tensor, Tensor]:
+        """Latents `[2 * count, 4, h, w]` and texts `[2 * count, L, C]` of a step with guidance."""
+        latents = self.latents(0, count, 0)
+        return torch.cat([latents, latents]), self.texts(0, count)
+
+    @torch.inference_mode()
+    def step_peak(self, make: Callable[[], Any], count: int) -> float:
+        """MiB that a step takes per image at most, beyond the weights and the inputs.
+
+        Args:
+            make: patches the model: what the patch keeps counts too.
+        """
+        (both, texts), times = self.inputs(count), self.timesteps(3)
+        probe = MemoryProbe(self.device)
+        unet = make()
+
+        def call() -> None:
+            for t in times:  # some merge at a part of the noise levels only
+                unet(both, t, encoder_hidden_states=texts, return_dict=False)
+
+        call()
+        return probe.peak_mib(call) / count
+
     def step_times(
-        self, models: dict[str, Any], count: int, steps: int, repeats: int = 1
+        self,
+        models: dict[str, Any],
+        count: int,
+        steps: int,
+        repeats: int = 1,
+        *,
+        spread: bool = False,
     ) -> dict[str, list[float]]:
         """Seconds that each model takes for the UNet's calls of `count` images, once per repeat.
 
         They take turns at every step, so that what changes on the machine meets all of them, and
         go through all of the noise levels, as some merge at a part of them only.
+
+        Args:
+            spread: each repeat takes its share of the steps, and all repeats together take all.
         """
-        with scheduled(self.pipe, "ddim") as solver:
-            solver.set_timesteps(steps)
-            times = solver.timesteps.to(self.device)
-        latents, texts = self.latents(0, count, 0), self.texts(0, count)
-        both = torch.cat([latents, latents])
+        times = self.timesteps(steps)
+        both, texts = self.inputs(count)
         found: dict[str, list[float]] = {name: [] for name in models}
         with torch.inference_mode():
             for repeat in range(repeats + 1):  # the first one is a short warm-up
-                chosen = times[: max(1, steps // 10)] if repeat == 0 else times
+                chosen = times[repeat - 1 :: repeats] if spread else times
+                if repeat == 0:
+                    chosen = times[: max(1, steps // 10)]
                 clocks = {name: Clock(self.device) for name in models}
                 for t in chosen:
                     for name, unet in models.items():
@@ -189,28 +240,16 @@ def unfused(unet: Any) -> Any:
     return copy
 
 
-@contextmanager
-def compiled_blocks(chosen: bool) -> Iterator[None]:
-    """Compiles the residual blocks of UNet and decoder, which no merging changes.
+def compiled(unet: Any) -> Any:
+    """All of a model, patched or not. 0.1.3 interrupts the graph where it draws; that is allowed.
 
-    In the class, so that patched copies of the model share what was compiled.
+    What was compiled before is dropped, as it would count towards the limits.
     """
-    if not chosen:
-        yield
-        return
-    from diffusers.models.resnet import ResnetBlock2D
-
+    torch._dynamo.reset()
     config: Any = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 128)
-    eager = ResnetBlock2D.forward
-    key = "_compiled_forward"
-    if key not in ResnetBlock2D.__dict__:
-        setattr(ResnetBlock2D, key, torch.compile(eager, dynamic=False))
-    ResnetBlock2D.forward = ResnetBlock2D.__dict__[key]
-    try:
-        yield
-    finally:
-        ResnetBlock2D.forward = eager
+    config.recompile_limit = max(config.recompile_limit, 256)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4096)
+    return torch.compile(unet, dynamic=False)
 
 
 def pair_estimates(one: Tensor, other: Tensor, lpips: Any) -> dict[str, Estimate]:

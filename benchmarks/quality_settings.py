@@ -11,6 +11,7 @@ import torch
 
 import tomesd
 from tomesd.bench.models import shared_copy
+from tomesd.schedule import Noise, ratio_at
 
 UNMERGED, ORIGINAL, OURS = "unmerged", "original", "tomesd"
 
@@ -46,6 +47,17 @@ class Candidate:
             around.unet = patched
             tomesd.apply_patch(around, **_with_int_keys(self.settings))
         return patched
+
+    def ratios(self, pipe: Any) -> set[float]:
+        """The ratios that it goes through while an image is made."""
+        if self.variant != OURS:
+            return {self.settings.get("ratio", 0.0)}
+        settings = tomesd.Settings(**_with_int_keys(self.settings))
+        if not settings.changes:
+            return {settings.ratio}
+        kept = pipe.scheduler.alphas_cumprod
+        noise = Noise(len(kept), tuple((1 - kept).tolist()))
+        return {ratio_at(t, settings, noise) for t in range(len(kept))}
 
 
 def _with_int_keys(settings: dict[str, Any]) -> dict[str, Any]:
@@ -197,9 +209,9 @@ def words(settings: dict[str, Any]) -> str:
 
 def front(file: Path) -> list[Candidate]:
     """The original, and the settings in a JSON list; an entry may have a "label" of its own."""
-    rows = [original(r) for r in (0.25, 0.5, 0.75)]
-    rows += [original(r, **EVERYTHING, shown=r == 0.5) for r in (0.25, 0.5, 0.75)]
-    return rows + list(_listed(json.loads(file.read_text(encoding="utf-8"))))
+    rows = [original(tenths / 10) for tenths in range(1, 7)]
+    rows += _listed(json.loads(file.read_text(encoding="utf-8")))
+    return [*rows, original(0.75), original(0.5, **EVERYTHING, shown=True)]
 
 
 def _listed(entries: Iterable[dict[str, Any]]) -> Iterable[Candidate]:

@@ -314,8 +314,7 @@ from 10 to 60 %. Time of the UNet for {STEPS} steps, and memory, both per image,
 {found[0].first["images"]} images at a time, in eager mode at default settings. The row r = 0 is the
 unpatched model; in brackets, how many times as fast, and how much of its memory. At 10 %, merging
 would cost more time than it saves, so this library leaves the model alone, and its memory too.
-Ratios below 50 % are rounded down to whole tokens of an 8x8 window, and diffusers' own block keeps
-a tensor alive that the original's copy of it does not: hence a little more memory than 0.1.3's."""
+Ratios up to 50 % are rounded up to whole tokens of an 8x8 window."""
     document.add("The table of the paper", words, markdown(header, lines), found)
 
 

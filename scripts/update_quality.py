@@ -17,13 +17,14 @@ from typing import Any
 
 from tomesd.bench.plots import COLOURS, save_figure
 from tomesd.bench.rows import Row, read_rows
-from tomesd.bench.tables import markdown, times, versions
+from tomesd.bench.tables import markdown, percent, times, versions
 from tomesd.presets import PRESETS, changed
 from tomesd.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
 SPEEDS = {"speedup": "fused attention", "speedup_unfused": "unfused attention"}
+SPEED_FIELDS = ("speedup", "step_ms_", "mib_")
 SHEET, GALLERY = "images.jpg", "gallery.jpg"
 
 # FID at r = 0.5 on Stable Diffusion, from the tables of the paper (Bolya & Hoffman 2023).
@@ -50,12 +51,12 @@ measures that.
 - Image i of every row has held-out caption i and seed i, so rows differ by the merging alone.
 - **PSNR**, **SSIM**, **LPIPS** (AlexNet): each image against the unmerged one of the same seed.
 - **FID**, **KID**: the set of images against scenes composed as those of the training, of other
-  held-out captions. **FID to unmerged**: against unmerged images of the same captions, of other
-  seeds where nothing else is said. FID depends on the number of images: compare it within a table.
+  held-out captions. **FID to unmerged**: against unmerged images of the same captions; each table
+  says of which seeds. FID depends on the number of images: compare it within a table.
 - **±** is half of the 95 % interval, over images.
 - **Speed-up**: GPU time of the UNet's steps, with guidance, many images at a time, unmerged against
-  merged, taking turns at every step. With PyTorch's fused attention; and unfused, as when the paper
-  was written.
+  merged, taking turns at every step, in eager mode. With PyTorch's fused attention; and unfused,
+  as when the paper was written.
 """
 
 
@@ -72,22 +73,37 @@ class Document:
         self.rows = list(last.values())
         if not self.rows:
             raise SystemExit(f"{results}: has no rows; benchmarks/quality.py makes them")
+        self._timed = {same_settings(row): row for row in self.section("speed")}
+        self.rows = [{**self._speed_of(row), **row} for row in self.rows]
         self.figures = figures
         self.parts = [INTRODUCTION]
 
+    def _speed_of(self, row: Row) -> Row:
+        """Measured on its own, where the images were made by processes that shared the GPU."""
+        timed = self._timed.get(same_settings(row), {})
+        if has(row, "speedup") or row["section"] == "quality-search":
+            return {}
+        return {name: value for name, value in timed.items() if name.startswith(SPEED_FIELDS)}
+
     def section(self, name: str) -> list[Row]:
-        return [row for row in self.rows if row["section"] == f"quality-{name}"]
+        found = [row for row in self.rows if row["section"] == f"quality-{name}"]
+        return sorted(found, key=lambda row: row.get("place", 0))
 
     def add(self, title: str, *parts: str, rows: list[Row] | None = None) -> None:
         self.parts += [f"## {title}\n", *(part.strip() + "\n" for part in parts if part)]
         if rows:
-            self.parts.append(f"{versions(rows)}.\n")
+            timed = [self._timed[key] for key in map(same_settings, rows) if key in self._timed]
+            self.parts.append(f"{versions([*rows, *timed])}.\n")
 
     def missing(self, title: str) -> None:
         self.add(title, "Not measured yet.")
 
     def text(self) -> str:
         return "\n".join(self.parts)
+
+
+def same_settings(row: Row) -> str:
+    return json.dumps([row["variant"], row["settings"]], sort_keys=True)
 
 
 def filled(words: str) -> str:
@@ -126,6 +142,25 @@ def images_of(rows: list[Row]) -> str:
     )
 
 
+def how_made(rows: list[Row]) -> str:
+    """Whether the model was compiled; of merged rows."""
+    if all(row["mode"] == "compiled" for row in rows):
+        return "For the images, the model is compiled."
+    apart = [row["label"] for row in rows if row["mode"] != row.get("base_mode", row["mode"])]
+    if not apart:
+        return ""
+    return (
+        f"For the images, the model is compiled, but not for {listed(apart)}: rounding alone "
+        "already sets these apart from the unmerged ones."
+    )
+
+
+def which_seeds(rows: list[Row]) -> str:
+    seeds = {row.get("unmerged_set") for row in rows} - {None}
+    words = sorted(seed.replace("same", "the same") for seed in seeds)
+    return f"FID to unmerged: of {listed(words)}." if seeds else ""
+
+
 def listed(words: Iterable[str]) -> str:
     found = list(words)
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
@@ -144,25 +179,20 @@ def paper(document: Document) -> None:
         document.missing(title)
         return
     header = ["r %", "", "FID", "FID to unmerged", "KID x 1000", "PSNR", "SSIM", "LPIPS"]
-    header += ["s / image", "MiB / image", "speed-up", "unfused"]
+    header += ["time, unfused", "memory, unfused", "speed-up, fused"]
     base = [row for row in rows if not row["settings"]]
-    lines = [["0", "unmerged", *paper_cells(row), "1", "1"] for row in base]
+    lines = [["0", "unmerged", *paper_cells(row, row), "1"] for row in base]
     for row in merged:
-        speeds = [times(row.get(name)) for name in SPEEDS]
-        lines.append(
-            [f"{100 * row['settings']['ratio']:.0f}", name_of(row), *paper_cells(row), *speeds]
-        )
-    seeds = {"other seeds": "of other seeds", "same seeds": "of the same seeds"}
+        first = [f"{100 * row['settings']['ratio']:.0f}", name_of(row)]
+        cells = paper_cells(row, base[0] if base else {})
+        lines.append([*first, *cells, value(row, "speedup", 2)])
     how = f"""
-{images_of(rows)}; {rows[0].get("reference_scenes") or "no"} composed scenes. "Unmerged" of the
-fourth column: images {seeds[merged[0]["unmerged_set"]]}; what the unmerged set itself has there is
-the least that can be had. Both libraries at default settings, and merging everywhere they say,
-also where it does not pay. Time is that of {rows[0]["batch"]} images at a time, decoding included;
-memory is the peak of the steps, per image."""
-    if rows[0]["mode"] != "eager":
-        how += (
-            f" For the time and the images, {rows[0]['mode']}; speed-ups are those of eager mode."
-        )
+{images_of(rows)}; {rows[0].get("reference_scenes") or "no"} composed scenes. {which_seeds(merged)}
+{how_made(merged)}
+Both libraries at default settings, and merging everywhere they say, also where it does not pay.
+Time is that of the UNet in a step with guidance, per image, and memory its peak beyond the weights,
+both with unfused attention, as in the paper; in brackets, as a share of the unmerged model's. ± of
+a speed-up is half of its range over repeats."""
     pictures = [f"![FID and LPIPS against the ratio]({plot_paper(rows, document.figures)})"]
     if (document.figures / SHEET).exists():
         pictures.append(
@@ -172,8 +202,7 @@ memory is the peak of the steps, per image."""
     document.add(title, filled(how), table, filled(side_by_side(merged)), *pictures, rows=rows)
 
 
-def paper_cells(row: Row) -> list[str]:
-    memory = row.get("peak_mib")
+def paper_cells(row: Row, base: Row) -> list[str]:
     return [
         value(row, "fid", 2),
         value(row, "fid_unmerged", 2),
@@ -181,9 +210,21 @@ def paper_cells(row: Row) -> list[str]:
         value(row, "psnr", 2),
         value(row, "ssim", 3),
         value(row, "lpips", 4),
-        f"{row['seconds_per_image']:.3f}",
-        "-" if memory is None else f"{memory / row['batch']:.1f}",
+        share_of(row, "step_ms_unfused", "ms", 1 / row.get("speedup_unfused", 1.0)),
+        share_of(row, "mib_unfused", "MiB", ratio_of(row, base, "mib_unfused")),
     ]
+
+
+def share_of(row: Row, name: str, unit: str, share: float | None) -> str:
+    """With its share of what the unmerged model takes."""
+    if not has(row, name):
+        return "-"
+    text = f"{row[name]:.2f} {unit}" if unit == "ms" else f"{row[name]:.1f} {unit}"
+    return text if share is None or not row["settings"] else f"{text} ({percent(share)})"
+
+
+def ratio_of(row: Row, base: Row, name: str) -> float | None:
+    return row[name] / base[name] if has(row, name) and base.get(name) else None
 
 
 def side_by_side(rows: list[Row]) -> str:
@@ -193,15 +234,19 @@ def side_by_side(rows: list[Row]) -> str:
         pairs.setdefault(row["settings"]["ratio"], {})[row["variant"]] = row
     full = {r: pair for r, pair in pairs.items() if {"original", "tomesd"} <= pair.keys()}
     sentences = []
-    for name, label in (("lpips", "LPIPS"), ("fid", "FID")):
-        better = [r for r, p in full.items() if clearly_below(p["tomesd"], p["original"], name)]
-        worse = [r for r, p in full.items() if clearly_below(p["original"], p["tomesd"], name)]
-        rest = [r for r in full if r not in better and r not in worse]
+    for name, label in (("lpips", "LPIPS"), ("fid", "FID"), *SPEEDS.items()):
+        known = {r: p for r, p in full.items() if all(has(row, name) for row in p.values())}
+        mine = [r for r, p in known.items() if clearly_below(p["tomesd"], p["original"], name)]
+        theirs = [r for r, p in known.items() if clearly_below(p["original"], p["tomesd"], name)]
+        rest = [r for r in known if r not in mine and r not in theirs]
+        word = "is lower"
+        if name in SPEEDS:
+            mine, theirs, word, label = theirs, mine, "is faster", f"speed with {label}"
         parts = [
             f"{words} at {listed(f'{100 * r:.0f} %' for r in ratios)}"
             for words, ratios in (
-                (f"{OURS} is lower", better),
-                (f"{ORIGINAL} is lower", worse),
+                (f"{OURS} {word}", mine),
+                (f"{ORIGINAL} {word}", theirs),
                 ("the intervals overlap", rest),
             )
             if ratios
@@ -222,12 +267,14 @@ def ablations(document: Document) -> None:
 {images_of(rows)}, r = 0.5. Each starts from what the paper starts from: all layers and all levels
 are merged, with random destinations in 2x2 cells, and the whole image is searched. The paper's FIDs
 are of Stable Diffusion: only their order can be compared. Destinations drawn anywhere (the paper:
-{FULLY_RANDOM}) cannot be had here, as every cell has one; long cells stand for them.""")
+{FULLY_RANDOM}) cannot be had here, as every cell has one; long cells stand for them.
+{which_seeds(rows)} {how_made(rows)}""")
     ]
     for group, theirs in PAPER.items():
         found = [row for row in rows if row["setting"] == group]
         if found:
             header = [group, "paper: FID", "FID", "FID to unmerged", "LPIPS", "PSNR"]
+            header += [f"speed-up, {name.split()[0]}" for name in SPEEDS.values()]
             lines = [
                 [
                     row["label"],
@@ -236,6 +283,7 @@ are of Stable Diffusion: only their order can be compared. Destinations drawn an
                     value(row, "fid_unmerged", 2),
                     value(row, "lpips", 4),
                     value(row, "psnr", 2),
+                    *(times(row.get(name)) for name in SPEEDS),
                 ]
                 for row in found
             ]
@@ -270,54 +318,73 @@ def seed(document: Document) -> None:
     if not rows:
         document.missing(title)
         return
-    header = ["", "LPIPS", "PSNR", "FID", "speed-up", "unfused", "the paper's, as fast", "verdict"]
     known = [row for row in rows if row["setting"] == "paper"]
+    header = ["", "LPIPS", "PSNR", "FID"]
+    for name in SPEEDS.values():
+        header += [f"speed-up, {name.split()[0]}", "at equal time"]
     lines = []
+    found: dict[str, list[str]] = {speed: [] for speed in SPEEDS}
     for row in rows:
-        rival = best_rival(row, known) if row["setting"] != "paper" else None
-        lines.append(
-            [
-                row["label"],
-                value(row, "lpips", 4),
-                value(row, "psnr", 2),
-                value(row, "fid", 2),
-                *(times(row.get(name)) for name in SPEEDS),
-                "-" if rival is None else f"{rival['label']}: {value(rival, 'lpips', 4)}",
-                "-" if row["setting"] == "paper" else verdict(row, rival),
-            ]
-        )
+        line = [row["label"], value(row, "lpips", 4), value(row, "psnr", 2), value(row, "fid", 2)]
+        for speed in SPEEDS:
+            words = "-" if row["setting"] == "paper" else verdict(row, known, speed)
+            found[speed].append(words.split(":")[0])
+            line += [times(row.get(speed)), words]
+        lines.append(line)
     how = f"""
 {images_of(rows)}. A summary of the paper describes another algorithm: clusters from
 k-means, similarity to the mean token of the image, and merging only below a noise level at which 40
 % of the steps lie. All are options here (`selector="kmeans"`, `metric="mean"`, `tau`), and are
-compared with the paper's (`bipartite`, `input`) at equal measured time: with the row of it that has
-the lowest LPIPS among those at least as fast, within one percent, in fused attention."""
-    document.add(title, filled(how), markdown(header, lines), rows=rows)
+compared with the paper's (`bipartite`, `input`) at equal measured time: with the LPIPS that it has
+at the same speed-up, between its rows on a straight line (unmerged: speed-up 1, LPIPS 0), or at a
+higher one if that is lower. {how_made(rows)}"""
+    document.add(title, filled(how), markdown(header, lines), filled(counted(found)), rows=rows)
 
 
-def best_rival(row: Row, known: list[Row]) -> Row | None:
-    """The best of the rows that are at least as fast."""
-    if not has(row, "speedup"):
-        return None
-    fast = [
-        k for k in known if has(k, "speedup", "lpips") and k["speedup"] >= 0.99 * row["speedup"]
-    ]
-    return min(fast, key=lambda k: k["lpips"], default=None)
+def counted(found: dict[str, list[str]]) -> str:
+    """How many of the variants are better, worse and so on."""
+    sentences = []
+    for speed, name in SPEEDS.items():
+        kinds = [kind for kind in found[speed] if kind != "-"]
+        if kinds:
+            parts = [f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)]
+            sentences.append(f"With {name}, of {len(kinds)} variants: {', '.join(parts)}.")
+    return " ".join(sentences)
 
 
-def verdict(row: Row, rival: Row | None) -> str:
-    if not has(row, "speedup"):
+UNMERGED = {"lpips": 0.0, "lpips_low": 0.0, "lpips_high": 0.0, **dict.fromkeys(SPEEDS, 1.0)}
+
+
+def as_fast(row: Row, known: list[Row], speed: str) -> Row | None:
+    """The lowest LPIPS that `known` has at the speed of `row` or above, with its interval."""
+    points = [k for k in known if has(k, speed, "lpips", "lpips_low", "lpips_high")]
+    points = [UNMERGED, *sorted(points, key=lambda k: k["settings"]["ratio"])]
+    found = [k for k in points if k[speed] >= row[speed]]
+    for a, b in itertools.pairwise(points):
+        if a[speed] != b[speed] and 0 <= (way := along(row[speed], a[speed], b[speed])) <= 1:
+            names = ("lpips", "lpips_low", "lpips_high")
+            found.append({name: a[name] + way * (b[name] - a[name]) for name in names})
+    return min(found, key=lambda k: k["lpips"], default=None)
+
+
+def along(x: float, first: float, last: float) -> float:
+    return (x - first) / (last - first)
+
+
+def verdict(row: Row, known: list[Row], speed: str) -> str:
+    if not has(row, speed, "lpips"):
         return "-"
-    if row["speedup"] <= 1:
-        return "no gain: unmerged is as fast"
+    if row[speed] <= 1:
+        return "no gain"
+    rival = as_fast(row, known, speed)
     if rival is None:
         return "faster than all of the paper's"
+    words = "no clear difference"
     if clearly_below(row, rival, "lpips"):
-        return f"better, LPIPS {1 - row['lpips'] / rival['lpips']:.0%} lower"
-    if clearly_below(rival, row, "lpips"):
-        # Far above, percentages tell nothing.
-        return f"worse, LPIPS {row['lpips'] / max(rival['lpips'], 1e-9):.1f} times as high"
-    return "no clear difference"
+        words = "better"
+    elif clearly_below(rival, row, "lpips"):
+        words = "worse"
+    return f"{words}: the paper's has {value(rival, 'lpips', 4)}"
 
 
 def front(document: Document) -> None:
@@ -345,7 +412,9 @@ def front(document: Document) -> None:
     for row in base:
         scores = [value(row, n, 2, s) for n, s in (("fid", 1), ("fid_unmerged", 1), ("kid", 1000))]
         lines.insert(0, ["unmerged", "0", "-", *scores, "1", "1"])
-    parts = [filled(f"{images_of(rows)}. Everything: all layers, levels 1 to 4.")]
+    how = f"{images_of(rows)}. Everything: all layers, levels 1 to 4. {which_seeds(rows)}"
+    how += f" {how_made(rows)}"
+    parts = [filled(how)]
     parts.append(markdown(header, lines))
     for speed, name in SPEEDS.items():
         parts += statement(rows, speed, name)
@@ -366,7 +435,7 @@ def statement(
     slower = sum(words.startswith("no gain") for _, words in judged)
     gaining = len(theirs) - slower
     every = (
-        f"it never makes the model faster, in {slower} settings."
+        f"it never makes the model faster, in {slower} setting{'s' if slower > 1 else ''}."
         if gaining == 0
         else f"{'at every' if beaten == gaining else f'at {beaten} of {gaining}'} "
         f"speed-up{'' if beaten == gaining else 's'} that it reaches, a setting of {OURS} "
@@ -501,7 +570,8 @@ def plot_paper(rows: list[Row], figures: Path) -> str:
                 one.axhline(row[name], color=COLOURS["unpatched"], lw=1, label="unmerged")
         one.set_xlabel("r %")
         one.set_ylabel(label)
-    axes[0][0].legend(frameon=False, fontsize=8)
+    if axes[0][0].get_legend_handles_labels()[0]:
+        axes[0][0].legend(frameon=False, fontsize=8)
     return saved(picture, figures, "paper.svg")
 
 
@@ -516,7 +586,8 @@ def plot_front(rows: list[Row], figures: Path) -> str:
             one.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
             one.set_xlabel(f"speed-up, {words}")
             one.set_ylabel(label)
-    axes[0][0].legend(frameon=False, fontsize=8)
+    if axes[0][0].get_legend_handles_labels()[0]:
+        axes[0][0].legend(frameon=False, fontsize=8)
     return saved(picture, figures, "front.svg")
 
 
@@ -536,7 +607,8 @@ def plot_search(rows: list[Row], figures: Path) -> str:
         one.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
         one.set_xlabel(f"speed-up, {words}")
         one.set_ylabel("LPIPS")
-    axes[0][0].legend(frameon=False, fontsize=8)
+    if axes[0][0].get_legend_handles_labels()[0]:
+        axes[0][0].legend(frameon=False, fontsize=8)
     return saved(picture, figures, "search.svg")
 
 

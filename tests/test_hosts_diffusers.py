@@ -114,7 +114,7 @@ def test_exactly_the_chosen_levels_lose_exactly_the_chosen_share(name: str) -> N
 
     full = tokens()
     assert max(full.values()) == (16 // host.finest) ** 2  # the registry states it rightly
-    for levels, ratio in [(1, 0.5), (1, 0.3), (2, 0.5), (2, 0.75)]:
+    for levels, ratio in [(1, 0.5), (1, 0.25), (2, 0.5), (2, 0.75)]:
         tomesd.apply_patch(model, ratio, None if levels == 1 else 2 * host.finest)
         assert tokens() == expected_tokens(full, levels, ratio)
 

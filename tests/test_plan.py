@@ -145,6 +145,26 @@ def test_windows_tile_the_grid_and_are_not_smaller_than_asked_for(cells):
 
 
 @pytest.mark.parametrize(
+    ("side", "window", "ratio", "removed"),
+    [
+        (64, 8, 0.1, 64 * 7),  # of 6.4 in each window
+        (64, 8, 0.2, 64 * 13),
+        (64, 8, 0.25, 64 * 16),
+        (64, 8, 0.5, 64 * 32),
+        (20, 10, 0.07, 4 * 7),  # 100 * 0.07 is a little more than 7
+        (64, 8, 0.75, 64 * 48),
+        (64, 8, 0.9, 64 * 48),  # sources
+        (64, 8, 0.0, 0),
+        (64, 0, 0.1, 409),  # of 409.6
+        (64, 0, 0.3, 1228),
+        (7, 8, 0.5, 24),
+    ],
+)
+def test_windows_round_up_what_they_remove_and_the_whole_image_down(side, window, ratio, removed):
+    assert Cells.of(side, side, 2, 2, window).removable(ratio) == removed
+
+
+@pytest.mark.parametrize(
     ("side", "window", "found"), [(64, 8, 8), (52, 8, 13), (37, 8, 37), (6, 8, 6), (64, 0, 64)]
 )
 def test_the_window_is_the_next_that_divides_the_grid(side, window, found):

@@ -4,6 +4,8 @@ import importlib.util
 import json
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,8 +40,14 @@ def settings(sampling: ModuleType) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def quality(settings: ModuleType) -> ModuleType:
-    load("benchmarks", "quality_reference")
+def work(settings: ModuleType) -> ModuleType:
+    return load("benchmarks", "quality_jobs")
+
+
+@pytest.fixture(scope="module")
+def quality(work: ModuleType) -> ModuleType:
+    for part in ("quality_reference", "quality_bench"):
+        load("benchmarks", part)
     return load("benchmarks", "quality")
 
 
@@ -117,6 +125,119 @@ def test_models_take_turns_at_every_step(sampling: ModuleType, pipe: Any) -> Non
     assert len(times["a"]) == len(times["b"]) == 2
 
 
+def test_whole_batches_make_the_same_images(sampling: ModuleType, pipe: Any) -> None:
+    sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
+    calls = []
+
+    def unet(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(latents))
+        return pipe.unet(latents, *args, **kwargs)
+
+    wanted = sampler.images(pipe.unet, 3, 1, "ddim").pixels.int()
+    made = sampler.images(unet, 3, 1, "ddim", whole_batches=True).pixels.int()
+    assert set(calls) == {4}  # two images, each with and without text
+    assert made.shape == wanted.shape and (made - wanted).abs().max() <= 1
+
+
+def test_repeats_share_the_steps_out(sampling: ModuleType, pipe: Any) -> None:
+    sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
+    seen: list[int] = []
+
+    def model(latents: torch.Tensor, t: torch.Tensor, **_: Any) -> None:
+        seen.append(int(t))
+
+    times = sampler.step_times({"a": model}, 1, 6, repeats=3, spread=True)
+    assert sorted(seen[1:], reverse=True) == sampler.timesteps(6).tolist()
+    assert len(times["a"]) == 3 and seen[1] > seen[2] and seen[3] > seen[4]
+
+
+def test_the_ratios_that_would_be_compiled(settings: ModuleType, pipe: Any) -> None:
+    def ratios(**options: Any) -> set[float]:
+        return settings.ours("", **options).ratios(pipe)
+
+    assert ratios(ratio=0.3) == settings.original(0.3).ratios(pipe) == {0.3}
+    assert settings.unmerged().ratios(pipe) == {0.0}
+    assert ratios(ratio=0.5, end=0.7) == ratios(ratio=0.5, tau=0.2) == {0.0, 0.5}
+    assert ratios(ratio=0.6, ratio_end=0.4, schedule="linear") == {0.4, 0.45, 0.5, 0.55, 0.6}
+
+
+# The work and its parts
+
+
+def two_sections(work: ModuleType, settings: ModuleType) -> list[Any]:
+    few = work.Section("ablations", 2, 50, "plms", settings.ablations())
+    return [work.Section("paper", 4, 50, "plms", settings.paper()), few]
+
+
+def test_images_are_made_once(work: ModuleType, settings: ModuleType) -> None:
+    sections = two_sections(work, settings)
+    found = work.jobs([*sections, work.Section("seed", 2, 50, "plms", settings.seed(0.5))])
+    labels = [{named.label for _, named in job.rows} for job in found]
+    assert {"random in 2x2", "everything", "levels 1-4", "flat 50 %"} in labels
+    assert {"this library 0.5", "bipartite 0.5"} in labels
+    shared = next(job for job in found if job.candidate.label == "this library 0.5")
+    assert shared.largest.images == 4
+    other_solver = work.Section("search", 2, 30, "ddim", settings.paper())
+    assert len(work.jobs([sections[0], other_solver])) == 2 * len(work.jobs(sections[:1]))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 40])
+def test_parts_make_everything_once(work: ModuleType, settings: ModuleType, parts: int) -> None:
+    found = work.jobs(two_sections(work, settings))
+    shares = [work.of_part(found, (k, parts)) for k in range(1, parts + 1)]
+    assert sorted(id(job) for share in shares for job in share) == sorted(map(id, found))
+    bases = [any(job.candidate.variant == "unmerged" for job in share) for share in shares]
+    assert bases == [True, *[False] * (parts - 1)]
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/2/3"])
+def test_parts_are_checked(
+    quality: ModuleType, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quality.parsed(["--part", "2/3"]).part == (2, 3)
+    with pytest.raises(SystemExit):
+        quality.parsed(["--part", text])
+    assert "must be K/N with K from 1 to N" in capsys.readouterr().err
+
+
+def test_processes_wait_for_the_one_that_makes_images(
+    work: ModuleType, sampling: ModuleType, tmp_path: Path
+) -> None:
+    made = []
+
+    def make() -> Any:
+        made.append(1)
+        time.sleep(0.3)
+        return sampling.Images(torch.full((4, 3, 2, 2), 7, dtype=torch.uint8), 1.5, None)
+
+    def ask(count: int) -> Any:
+        return work.made_once(tmp_path / "cache", "base", count, "cpu", make)
+
+    with ThreadPoolExecutor(3) as pool:  # file locks are of open files, so threads will do
+        found = list(pool.map(ask, [4, 4, 4]))
+    assert len(made) == 1
+    assert all(one.pixels.eq(7).all() and one.seconds == 1.5 for one in found)
+    before = len(made)
+    assert len(ask(3).pixels) == 4 and len(made) == before
+    ask(5)
+    assert len(made) == before + 1  # there were too few
+
+
+def test_rows_are_taken_over_once(work: ModuleType, tmp_path: Path) -> None:
+    one, two = (
+        made_up("front", "tomesd", name, lpips=0.1, group="front") for name in ("one", "two")
+    )
+    newer = {**one, "lpips": 0.2}
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, rows in zip(files, ([one, two], [two, newer]), strict=True):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out" / "quality.jsonl"
+    assert [work.take_over(out, files), work.take_over(out, files)] == [2, 0]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [newer, two]
+    with pytest.raises(ValueError, match=r"done='.*none.jsonl': no such file"):
+        work.take_over(out, [tmp_path / "none.jsonl"])
+
+
 @pytest.mark.parametrize("name", ["paper", "ablations", "search"])
 def test_every_candidate_has_valid_settings(settings: ModuleType, name: str) -> None:
     candidates = getattr(settings, name)()
@@ -128,11 +249,13 @@ def test_every_candidate_has_valid_settings(settings: ModuleType, name: str) -> 
             tomesd.Settings(**candidate.settings)
 
 
-def test_forty_percent_of_the_steps_lie_below_the_threshold(quality: ModuleType, pipe: Any) -> None:
-    tau = quality.threshold(pipe, 0.4)
+def test_forty_percent_of_the_steps_lie_below_the_threshold(
+    work: ModuleType, settings: ModuleType, pipe: Any
+) -> None:
+    tau = work.threshold(pipe, 0.4)
     noise = 1 - pipe.scheduler.alphas_cumprod
     assert (noise < tau).float().mean().item() == pytest.approx(0.4, abs=0.002)
-    assert any(c.settings.get("tau") == tau for c in quality.quality_settings.seed(tau))
+    assert any(c.settings.get("tau") == tau for c in settings.seed(tau))
 
 
 def test_the_front_is_what_nothing_beats(quality: ModuleType) -> None:
@@ -201,12 +324,36 @@ def test_the_table_of_the_paper(update_quality: ModuleType, tmp_path: Path) -> N
     text = documents(update_quality, tmp_path, rows)
     assert "| 0 | unmerged | 30.00 ± 3.00 | 10.00 ± 1.00 | - |" in text
     line = next(line for line in text.splitlines() if line.startswith("| 10 | this library"))
-    assert line.endswith("| 0.0500 ± 0.0050 | 0.020 | 10.0 | 0.90x | - |")
+    assert line.endswith("| 0.0500 ± 0.0050 | - | - | 0.90 ± 0.09 |")
     words = " ".join(text.split())
     assert "By LPIPS, this library is lower at 10 %; the intervals overlap at 50 %." in words
     assert "By FID, the intervals overlap at 10 % and 50 %." in words
     assert text.count("Not measured yet.") == 4
     assert "a GPU: float16, torch 9.9, commit abc, 2025-01-01." in text
+
+
+def test_speeds_are_joined_to_images(update_quality: ModuleType, tmp_path: Path) -> None:
+    rows = []
+    for place, (variant, settings) in enumerate(
+        {"unmerged": {}, "original": {"ratio": 0.5}, "tomesd": {"ratio": 0.5}}.items()
+    ):
+        common: dict[str, Any] = {"settings": settings}
+        row = made_up("paper", variant, variant, fid=30.0, lpips=0.1, **common)
+        rows.append({**row, "mode": "compiled", "base_mode": "compiled", "place": place})
+        if variant != "unmerged":
+            common |= {"speedup_unfused": 1.0 + place / 2, "speedup": 1.0 + place / 2}
+        timed = made_up("speed", variant, "another name", step_ms_unfused=2.0, **common)
+        rows.append({**timed, "mib_unfused": 40.0 / (1 + place), "commit": "def"})
+    text = documents(update_quality, tmp_path, [*reversed(rows)])
+    lines = {line.split(" | ")[1]: line for line in text.splitlines() if line.count(" | ") > 9}
+    assert lines["unmerged"].endswith("| 2.00 ms | 40.0 MiB | 1 |")
+    assert lines["tomesd 0.1.3"].endswith("| 2.00 ms (67 %) | 20.0 MiB (50 %) | 1.50 ± 0.15 |")
+    assert lines["this library"].endswith("| 2.00 ms (50 %) | 13.3 MiB (33 %) | 2.00 ± 0.20 |")
+    assert [name for name in lines if name][-3:] == ["unmerged", "tomesd 0.1.3", "this library"]
+    words = " ".join(text.split())
+    assert "By speed with unfused attention, this library is faster at 50 %." in words
+    assert "For the images, the model is compiled." in words
+    assert "commit abc" in words and "commit def" in words
 
 
 @pytest.mark.parametrize(
@@ -233,7 +380,15 @@ def test_orders_are_found_out(
 
 def test_variants_are_compared_at_equal_time(update_quality: ModuleType, tmp_path: Path) -> None:
     rows = [
-        made_up("seed", "tomesd", "bipartite 0.3", group="paper", lpips=0.1, speedup=1.1),
+        made_up(
+            "seed",
+            "tomesd",
+            "bipartite 0.3",
+            group="paper",
+            settings={"ratio": 0.3},
+            lpips=0.1,
+            speedup=1.1,
+        ),
         made_up("seed", "tomesd", "bipartite 0.5", group="paper", lpips=0.2, speedup=1.3),
         made_up("seed", "tomesd", "good", group="kmeans", lpips=0.1, speedup=1.2),
         made_up("seed", "tomesd", "bad", group="kmeans", lpips=0.2, speedup=1.05),
@@ -243,11 +398,16 @@ def test_variants_are_compared_at_equal_time(update_quality: ModuleType, tmp_pat
     ]
     text = documents(update_quality, tmp_path, rows)
     found = {line.split(" | ")[0][2:]: line for line in text.splitlines() if " | " in line}
-    assert "bipartite 0.5: 0.2000 ± 0.0200 | better, LPIPS 50% lower |" in found["good"]
-    assert "bipartite 0.3: 0.1000 ± 0.0100 | worse, LPIPS 2.0 times as high |" in found["bad"]
-    assert found["slow"].endswith("| no gain: unmerged is as fast |")
-    assert found["alike"].endswith("| no clear difference |")
-    assert found["fast"].endswith("| - | faster than all of the paper's |")
+    # Half of the way from 0.1 to 0.2; and from unmerged, at speed 1, to 0.1.
+    assert "| 1.20x | better: the paper's has 0.1500 ± 0.0150 |" in found["good"]
+    assert "| 1.05x | worse: the paper's has 0.0500 ± 0.0050 |" in found["bad"]
+    assert "| 0.90x | no gain |" in found["slow"]
+    assert "| 1.30x | no clear difference: the paper's has 0.2000 ± 0.0200 |" in found["alike"]
+    assert "| 1.50x | faster than all of the paper's |" in found["fast"]
+    assert "| 1.10x | - | - | - |" in found["bipartite 0.3"]
+    words = " ".join(text.split())
+    assert "With fused attention, of 5 variants: 1 better, 1 worse, 1 no gain, 1 no clear" in words
+    assert "With unfused attention, of" not in words
 
 
 def front_rows() -> list[dict[str, Any]]:
@@ -263,7 +423,7 @@ def test_what_is_beaten_is_found_out(update_quality: ModuleType, tmp_path: Path)
     text = " ".join(documents(update_quality, tmp_path, front_rows()).split())
     assert "compared with tomesd 0.1.3: at every speed-up that it reaches, a setting" in text
     assert "0.5: beaten (1.20x, LPIPS 0.2000 ± 0.0200) by kv 0.4, LPIPS 0.1000 ± 0.0100;" in text
-    assert "it never makes the model faster, in 1 settings." in text  # unfused
+    assert "it never makes the model faster, in 1 setting." in text  # unfused
 
     rows = front_rows()
     rows[1] = made_up("front", "tomesd", "kv 0.4", speedup=1.3, lpips=0.1, fid=39.0)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import zoo_ldm
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch._dynamo.testing import CompileCounterWithBackend
 from zoo_diffusers import HOSTS, call, make_sd_pipeline
 
@@ -244,6 +246,35 @@ class TestBreakEven:
         assert self.pays(graph, 64, **deep) and not self.pays(eager, 64, **deep)
         assert self.pays(eager, 64, batch=8, **deep)
 
+    H200 = Device(operations=4.5e8, bytes=3.7e6, launch=2.5, host=40.0)
+
+    def test_attention_that_writes_its_scores_pays_sooner(self) -> None:
+        """Stable Diffusion 1.5 at 512 px, with default windows."""
+        cells = Cells.of(64, 64, 2, 2, 8)
+
+        def pays(ratio: float, batch: int, score_heads: int, target: str = "attn") -> bool:
+            return merging_pays(
+                self.H200,
+                batch=batch,
+                channels=320,
+                cells=cells,
+                removes={("attn",): cells.removable(ratio)},
+                target=target,
+                blocks=1,
+                model_blocks=16,
+                uses=1,
+                item_size=2,
+                score_heads=score_heads,
+            )
+
+        assert pays(0.1, batch=16, score_heads=8)
+        assert pays(0.05, batch=16, score_heads=8) and not pays(0.05, batch=16, score_heads=0)
+        assert pays(0.1, 16, 8, "kv") and not pays(0.1, 16, 0, "kv")
+        # One image takes as long as the host does, whatever its attention writes.
+        assert not pays(0.5, batch=2, score_heads=0) and not pays(0.5, batch=2, score_heads=8)
+        # And with four, it is the scores that take longer.
+        assert pays(0.5, batch=8, score_heads=8) and not pays(0.5, batch=8, score_heads=0)
+
     def test_layers_are_left_alone_and_the_user_is_told(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -259,6 +290,43 @@ class TestBreakEven:
             warnings.simplefilter("error", tomesd.MergeWarning)
             assert not torch.equal(run(model), plain)
         assert "left alone" not in str(tomesd.describe(model, 128, 128))
+
+
+class Unknown(AttnProcessor):
+    """A processor that we cannot know."""
+
+
+@pytest.fixture
+def score_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the rule was told about attention."""
+    told: list[int] = []
+
+    def record(*args: Any, **options: Any) -> bool:
+        told.append(options["score_heads"])
+        return merging_pays(*args, **options)
+
+    monkeypatch.setattr(policy, "merging_pays", record)
+    return told
+
+
+@pytest.mark.parametrize("fused", [AttnProcessor2_0, Unknown])
+def test_the_rule_follows_the_processor(fused: type, score_heads: list[int]) -> None:
+    model = tomesd.apply_patch(SD1.build(), 0.5)
+    # What has been found out about a shape is not asked again.
+    for processor, told in ((fused(), {0}), (AttnProcessor(), {4}), (fused(), set())):
+        score_heads.clear()
+        model.set_attn_processor(processor)
+        run(model)
+        assert set(score_heads) == told
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"), [("ldm-sd1", 2), ("compvis", 2), ("sgm", 0), ("comfy-unet", 0)]
+)
+def test_the_rule_knows_the_attention_of_ldm(name: str, heads: int, score_heads: list[int]) -> None:
+    host = next(host for host in zoo_ldm.HOSTS if host.name == name)
+    host.run(tomesd.apply_patch(host.build(), 0.5))
+    assert set(score_heads) == {heads}
 
 
 @pytest.mark.parametrize(

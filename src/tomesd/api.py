@@ -13,7 +13,7 @@ from .planning import shared_plan
 from .policy import Patch
 from .presets import Preset, changed
 from .presets import preset as preset_options
-from .roles import Block, Layer, Projection, Role
+from .roles import Block, Layer, Norm, Projection, Role
 from .settings import (
     Backend,
     Metric,
@@ -138,6 +138,8 @@ def _plays(role: Role, settings: Settings) -> bool:
     """Whether a role is needed: a wrapper that does nothing still takes time."""
     if isinstance(role, Layer):
         return role.kind in settings.layers
+    if isinstance(role, Norm):
+        return settings.target == "attn" and "attn" in settings.layers
     return settings.proportional or not isinstance(role, Projection)
 
 

@@ -125,7 +125,11 @@ _LAYERS = {
     "crossattn": _Layer(per_token=4, per_pair=0, kernels=6),
     "mlp": _Layer(per_token=24, per_pair=0, kernels=4),
 }
-_MATCH_KERNELS = 6
+# Attention that is not fused writes its scores, reads and writes them for the softmax, and reads
+# them again.
+_SCORE_PASSES = 4
+# Launches of matching, small windows and large ones; getting memory for a plan counts as one more.
+_MATCH_KERNELS = (2, 6)
 _WIDENING_KERNELS = 10
 
 
@@ -134,19 +138,29 @@ _STACKS_PER_LEVEL = 5
 
 
 def _waits_for_the_host(
-    device: Device, batch: int, tokens: int, channels: int, blocks: int, model_blocks: int
+    device: Device,
+    batch: int,
+    tokens: int,
+    channels: int,
+    blocks: int,
+    model_blocks: int,
+    score: int,
 ) -> bool:
     """Whether the model takes as long as the host needs to launch its kernels.
 
     Then no layer gets faster by doing less. Linear layers do about as many operations at every
     level of a UNet; attention is large only at the finest.
+
+    Args:
+        score: bytes that attention moves for a pair of tokens.
     """
     per_token = sum(layer.per_token for layer in _LAYERS.values())
     linear = model_blocks * batch * tokens * per_token * channels**2
     level_blocks = min(model_blocks, _STACKS_PER_LEVEL * blocks)
     pairs = level_blocks * batch * tokens**2 * _LAYERS["attn"].per_pair * channels
+    moved = level_blocks * tokens**2 * score
     kernels = model_blocks * sum(layer.kernels for layer in _LAYERS.values())
-    return (linear + pairs) / device.operations < kernels * device.host
+    return (linear + pairs) / device.operations + moved / device.bytes < kernels * device.host
 
 
 def merging_pays(
@@ -161,6 +175,7 @@ def merging_pays(
     uses: int,
     item_size: int,
     proportional: bool = False,
+    score_heads: int = 0,
 ) -> bool:
     """Whether a block is faster with merged tokens.
 
@@ -172,17 +187,20 @@ def merging_pays(
         uses: blocks that share one matching.
         item_size: bytes of a number.
         proportional: whether attention is.
+        score_heads: heads of self-attention that writes its scores to memory; 0 if it is fused.
     """
     tokens = cells.tokens
-    if _waits_for_the_host(device, batch, tokens, channels, blocks, model_blocks):
-        return False
     row = batch * channels * item_size
+    score = _SCORE_PASSES * batch * score_heads * item_size
+    if _waits_for_the_host(device, batch, tokens, channels, blocks, model_blocks, score):
+        return False
     saved = 0.0
     kinds = [(kind, remove) for kinds, remove in removes.items() for kind in kinds]
     for kind, remove in kinds:
         layer, left = _LAYERS[kind], tokens - remove
         keys_only = kind == "attn" and target == "kv"
-        reduced = layer.operations(tokens if keys_only else left, left, channels)
+        queries = tokens if keys_only else left
+        reduced = layer.operations(queries, left, channels)
         # Merging reads all tokens and writes those left; restoring does the reverse.
         kernels = 1 if keys_only else 2
         moved = kernels * (tokens + left) * row
@@ -190,11 +208,15 @@ def merging_pays(
             moved //= len(kinds) * (blocks if target == "stack" else 1)
             kernels = 0
         if proportional and kind == "attn":  # queries, keys and values are copied into wider heads
-            moved += 2 * ((tokens if keys_only else left) + 2 * left) * row
+            moved += 2 * (queries + 2 * left) * row
             kernels += _WIDENING_KERNELS
-        saved += device.time(batch * layer.operations(tokens, tokens, channels), 0, layer.kernels)
+        scores = score * tokens**2 if kind == "attn" else 0
+        moved += score * queries * left if kind == "attn" else 0
+        full = batch * layer.operations(tokens, tokens, channels)
+        saved += device.time(full, scores, layer.kernels)
         saved -= device.time(batch * reduced, moved, layer.kernels + kernels)
     if target == "stack":
         uses = blocks
     matching = 2.0 * batch * cells.comparisons * channels
-    return saved > len(removes) * device.time(matching, 2 * tokens * row, _MATCH_KERNELS) / uses
+    launches = _MATCH_KERNELS[0 if cells.fits_one_program else 1]
+    return saved > len(removes) * device.time(matching, 2 * tokens * row, launches) / uses

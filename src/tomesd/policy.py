@@ -185,6 +185,8 @@ class Frame:
     """Of the block in the model."""
     proportion: Proportion | None = None
     """Inside attention, if it is proportional."""
+    early: bool = False
+    """Whether the norm before self-attention merges, so that the layer itself need not."""
 
     def at_grid(self, grid: tuple[int, int], blocks: int) -> "Frame":
         """The frame inside a stack of blocks that work on h x w tokens."""
@@ -230,26 +232,30 @@ class Frame:
         """The most tokens to remove in the blocks on this grid."""
         return self.visit.remove if self.visit is not None else 0
 
-    def merges(self, x: Tensor) -> bool:
-        """Whether to merge tokens in a block with input `x` `[B, N, C]`."""
+    def merges(self, x: Tensor, score_heads: int) -> bool:
+        """Whether to merge tokens in a block with input `x` `[B, N, C]`.
+
+        Args:
+            score_heads: heads of its self-attention, 0 if that is fused.
+        """
         visit = self.visit
         if visit is None or not visit.removes:
             return False
         if not visit.decided and self.settings.when == "if_faster":
             visit.decided = True
-            if not self._pays(visit, x):
+            if not self._pays(visit, x, score_heads):
                 visit.removes, visit.too_small = {}, True
         return bool(visit.removes)
 
-    def _pays(self, visit: Visit, x: Tensor) -> bool:
+    def _pays(self, visit: Visit, x: Tensor, score_heads: int) -> bool:
         launcher = find_launcher(x.device)
         if torch.compiler.is_compiling():
-            return _pays(self.patch, visit, x, launcher)
+            return _pays(self.patch, visit, x, launcher, score_heads)
         known = self.patch.known
-        removes = tuple(visit.removes.items())
-        key = (visit.grid, visit.blocks, removes, x.shape, x.dtype, x.device, launcher)
+        stack = (visit.grid, visit.blocks, tuple(visit.removes.items()))
+        key = (stack, x.shape, x.dtype, x.device, launcher, score_heads)
         if key not in known:
-            known[key] = _pays(self.patch, visit, x, launcher)
+            known[key] = _pays(self.patch, visit, x, launcher, score_heads)
         return known[key]
 
     def in_block(self, block: nn.Module, x: Tensor) -> "Frame":
@@ -275,7 +281,7 @@ class Frame:
         return level_of(self.call.size, self.grid)
 
 
-def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher) -> bool:
+def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher, score_heads: int) -> bool:
     settings = patch.settings
     return merging_pays(
         Device.of(x.device, launcher),
@@ -289,6 +295,7 @@ def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher) -> bool:
         uses=1 if settings.share == "block" else visit.blocks,
         item_size=x.element_size(),
         proportional=settings.proportional,
+        score_heads=score_heads,
     )
 
 

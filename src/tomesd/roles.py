@@ -3,6 +3,7 @@
     Root    the model: notes image size and timestep
       Stack   a stack of blocks: notes the grid
         Block   a transformer block: makes the plan from its input, and may run on merged tokens
+          Norm    before self-attention: may merge what it gives, so that all of it is gone sooner
           Layer   attention or feed-forward: unmerge(layer(merge(x)))
             Projection   of attention: gets channels more for proportional attention
 
@@ -25,7 +26,7 @@ from .policy import Call, Frame, Patch, Run, Visit, current_frame, enter_frame
 from .proportional import Part, proportion_of
 from .settings import Settings
 
-__all__ = ["Block", "Layer", "Projection", "Role", "Root", "Stack", "run_inside"]
+__all__ = ["Block", "Layer", "Norm", "Projection", "Role", "Root", "Stack", "run_inside"]
 
 Inner = Callable[..., Any]
 
@@ -129,6 +130,16 @@ class Block(Role):
     """Whether it hands its own to something else than the next block."""
     aligned: tuple[str, ...] = ()
     """Arguments that line up with the tokens: where one is given, nothing can be merged."""
+    names: tuple[str, ...] = ()
+    """Its parameters, in order."""
+    attention: str = ""
+    """Where it keeps its self-attention."""
+    unfused: tuple[str, ...] = ()
+    """Processors of self-attention, or classes of it, that write its scores to memory."""
+    norm: str = ""
+    """Where it keeps the norm that gives self-attention its input."""
+    code: str = ""
+    """The module with the code that hands what the norm gives to self-attention alone."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         frame = current_frame(patch)
@@ -138,29 +149,57 @@ class Block(Role):
             frame = _square_frame(patch, x)
         if frame.visit is not None and frame.visit.run is not None:
             return self._go_on(frame.visit.run, frame.visit, inner, args, kwargs)
-        if not frame.merges(x):
+        if not frame.merges(x, self._score_heads(module)):
             return inner(*args, **kwargs)
-        reason = self._reason_to_skip(frame, x, kwargs)
+        aligned = self._given_aligned(args, kwargs)
+        reason = self._reason_to_skip(frame, x, aligned)
         if reason:
             patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
             return inner(*args, **kwargs)
         frame = frame.in_block(module, x)
         if frame.settings.whole_blocks:
             return self._run_merged(frame, inner, x, args, kwargs)
+        if aligned is None and self._can_merge_early(frame, module, inner):
+            frame = replace(frame, early=True)
         output = run_inside(frame, inner, *args, **kwargs)
         note_output(frame, output)
         return output
 
-    def _reason_to_skip(self, frame: Frame, x: Tensor, kwargs: dict) -> str | None:
+    def _score_heads(self, module: nn.Module) -> int:
+        """Heads of its self-attention, 0 if that is fused or unknown."""
+        attention = getattr(module, self.attention, None)
+        worker = getattr(attention, "processor", attention)
+        return getattr(attention, "heads", 0) if type(worker).__name__ in self.unfused else 0
+
+    def _given_aligned(self, args: tuple, kwargs: dict) -> str | None:
+        """The first argument given that lines up with the tokens."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        given.update(given.get("cross_attention_kwargs") or {})
+        for name in self.aligned:
+            if given.get(name) is not None:
+                return name
+        return None
+
+    def _reason_to_skip(self, frame: Frame, x: Tensor, aligned: str | None) -> str | None:
         assert frame.grid is not None
         if x.shape[1] != frame.grid[0] * frame.grid[1]:
             return f"it got {x.shape[1]} tokens, not the {frame.grid[0]}x{frame.grid[1]} of its map"
-        if frame.settings.whole_blocks:
-            given = {**kwargs, **(kwargs.get("cross_attention_kwargs") or {})}
-            for name in self.aligned:
-                if given.get(name) is not None:
-                    return f"{name} is given, and is laid out for unmerged tokens"
+        if frame.settings.whole_blocks and aligned is not None:
+            return f"{aligned} is given, and is laid out for unmerged tokens"
         return None
+
+    def _can_merge_early(self, frame: Frame, module: nn.Module, inner: Inner) -> bool:
+        """Whether nothing but self-attention will see what its norm gives."""
+        if torch.compiler.is_compiling():  # it frees what is not used any more by itself
+            return False
+        return (
+            bool(self.code)
+            and inner.__module__ == self.code
+            and frame.settings.target == "attn"
+            and "attn" in frame.plans
+            and not _is_hooked(getattr(module, self.norm))
+            and not _is_hooked(getattr(module, self.attention))
+        )
 
     def _run_merged(
         self, frame: Frame, inner: Inner, x: Tensor, args: tuple, kwargs: dict
@@ -185,6 +224,12 @@ class Block(Role):
         return _restore(run, output)
 
 
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether somebody else looks at, or changes, what goes in or out."""
+    hooks = bool(module._forward_pre_hooks) or bool(module._forward_hooks)
+    return hooks or "forward" in module.__dict__
+
+
 def _restore(run: Run, output: Tensor) -> Tensor:
     """Gives each token what its group changed by: `[B, M, C]` to `[B, N, C]`."""
     restored: Tensor = run.plan.restore(run.x, output, run.merged)
@@ -206,6 +251,14 @@ def _square_frame(patch: Patch, x: Tensor) -> Frame:
 
 
 @dataclass(frozen=True)
+class Norm(Role):
+    def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
+        frame = current_frame(patch)
+        output = inner(*args, **kwargs)
+        return frame.plans["attn"].merge(output) if frame is not None and frame.early else output
+
+
+@dataclass(frozen=True)
 class Layer(Role):
     kind: str
     """"attn", "crossattn" or "mlp"."""
@@ -222,7 +275,10 @@ class Layer(Role):
             return inner(*args, **kwargs)
         x = self.input(args, kwargs)
         keys_only = self.kind == "attn" and frame.settings.target == "kv"
-        reason = self._reason_to_skip(plan.fits(x), kwargs)
+        fits = plan.fits(x)
+        # A norm that took the place of the patched one has merged nothing.
+        is_merged = self.kind == "attn" and frame.early and not fits
+        reason = self._reason_to_skip(fits or is_merged, kwargs)
         other_keys = self._other_keys(args, kwargs)
         if keys_only and not reason:
             reason = other_keys or _reason_for_full_keys(module)
@@ -231,7 +287,7 @@ class Layer(Role):
             return inner(*args, **kwargs)
         if frame.settings.proportional and self.kind == "attn" and not other_keys:
             frame = _with_proportion(frame, module, plan)
-        merged = plan.merge(x)
+        merged = x if is_merged else plan.merge(x)
         if keys_only:
             args = (args[0], merged, *args[2:]) if len(args) > 1 else args
             kwargs = kwargs if len(args) > 1 else {**kwargs, self.context: merged}

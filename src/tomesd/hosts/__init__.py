@@ -9,15 +9,26 @@ from typing import Any
 from torch import nn
 
 from ..patch import original_class
-from ..roles import Block, Layer, Projection, Role, Root, Stack
+from ..roles import Block, Layer, Norm, Projection, Role, Root, Stack
 from . import diffusers, ldm
 from .noise import find_noise
-from .table import ALIGNED, BLOCK, CONTEXT, INTERLEAVED, LAYERS, PROJECTIONS
+from .table import (
+    ALIGNED,
+    ATTENTION,
+    BLOCK,
+    CONTEXT,
+    INTERLEAVED,
+    LAYERS,
+    NORM,
+    PROJECTIONS,
+    UNFUSED,
+)
 
 __all__ = ["Target", "UnsupportedModelError", "find_modules", "find_noise", "find_targets"]
 
 _FAMILIES = diffusers.FAMILIES + ldm.FAMILIES
 _STACKS = {name: path for family in _FAMILIES for name, path in family.stacks.items()}
+_DIRECT = {code: having for family in _FAMILIES for code, having in family.direct.items()}
 _TIMESTEPS = ("timestep", "timesteps")
 
 
@@ -114,8 +125,43 @@ def _block_sites(
         context = names[1] if len(names) > 1 and names[1] in CONTEXT else ""
         yield layer, Layer(names[0], kind, ALIGNED.get(kind, ()), context)
     method = "_forward" if hasattr(type(block), "_forward") else "forward"
-    aligned = tuple(name for names in ALIGNED.values() for name in names)
-    yield block, Block(_parameters(block, method)[0], opens, closes, aligned)
+    parameters = tuple(_parameters(block, method))
+    code = _direct_code(block, method)
+    if code:
+        norm = getattr(block, NORM)
+        yield norm, Norm(_parameters(norm)[0])
+    role = Block(
+        parameters[0],
+        opens,
+        closes,
+        aligned=tuple(name for names in ALIGNED.values() for name in names),
+        names=parameters,
+        attention=ATTENTION,
+        unfused=_unfused(getattr(block, ATTENTION, None)),
+        norm=NORM,
+        code=code,
+    )
+    yield block, role
+
+
+def _direct_code(block: nn.Module, method: str) -> str:
+    """The module with the block's code, if that hands what its norm gives to self-attention."""
+    code: str = getattr(original_class(block), method).__module__
+    having = _DIRECT.get(code)
+    # A norm of another kind may give more than a tensor.
+    if having is None or not isinstance(getattr(block, NORM, None), nn.LayerNorm):
+        return ""
+    fits = all(getattr(block, name, ...) == value for name, value in having.items())
+    return code if fits else ""
+
+
+def _unfused(attention: Any) -> tuple[str, ...]:
+    """What does attention that writes its scores to memory: processors, or the class itself."""
+    if not isinstance(attention, nn.Module) or hasattr(attention, "processor"):
+        return UNFUSED
+    cls = original_class(attention)
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return (cls.__name__,) if code is not None and "einsum" in code.co_names else ()
 
 
 def _projection_sites(attention: nn.Module) -> Iterator[tuple[nn.Module, Role]]:

@@ -20,6 +20,7 @@ FAMILIES = (
             "PixArtTransformer2DModel": "config.patch_size",
             "TransformerSpatioTemporalModel": None,
         },
+        direct={"diffusers.models.attention": {"norm_type": "layer_norm", "pos_embed": None}},
     ),
 )
 

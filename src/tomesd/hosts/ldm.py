@@ -8,5 +8,6 @@ FAMILIES = (
     Family(
         name="Stable Diffusion v1 / v2 and Latent Diffusion (ldm, sgm, Forge, ComfyUI)",
         stacks={"SpatialTransformer": None},
+        direct={"ldm.modules.attention": {}, "sgm.modules.attention": {}},
     ),
 )

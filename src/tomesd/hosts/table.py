@@ -1,13 +1,28 @@
 """What a row of a host's table says."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["ALIGNED", "BLOCK", "CONTEXT", "INTERLEAVED", "LAYERS", "PROJECTIONS", "Family"]
+__all__ = [
+    "ALIGNED",
+    "ATTENTION",
+    "BLOCK",
+    "CONTEXT",
+    "INTERLEAVED",
+    "LAYERS",
+    "NORM",
+    "PROJECTIONS",
+    "UNFUSED",
+    "Family",
+]
 
 # All families descend from one transformer block, and agree on its names.
 BLOCK = "BasicTransformerBlock"
 
-LAYERS = {"attn1": "attn", "attn2": "crossattn", "ff": "mlp"}
+ATTENTION, NORM = "attn1", "norm1"
+"""Self-attention of a block, and the norm before it."""
+
+LAYERS = {ATTENTION: "attn", "attn2": "crossattn", "ff": "mlp"}
 """Layers of a block: attribute to kind."""
 
 ALIGNED = {"attn": ("attention_mask", "mask"), "crossattn": ("ip_adapter_masks",)}
@@ -15,6 +30,9 @@ ALIGNED = {"attn": ("attention_mask", "mask"), "crossattn": ("ip_adapter_masks",
 
 CONTEXT = ("encoder_hidden_states", "context")
 """What attention calls the parameter with what it attends to."""
+
+UNFUSED = ("AttnProcessor", "SlicedAttnProcessor", "CustomDiffusionAttnProcessor")
+"""Processors of attention that write its scores to memory."""
 
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
 """Linear layers of attention, or what holds them."""
@@ -33,3 +51,6 @@ class Family:
     """Classes that hold the blocks: name to where they keep the side of the patch that becomes a
     token (None: each pixel of the feature map is one). They take the feature map as their first
     argument, and their `transformer_blocks` work on image tokens."""
+    direct: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Code of blocks that hands what `norm1` gives to `attn1` and to nothing else: the module that
+    it is in, to the attributes that blocks have for which this is so."""

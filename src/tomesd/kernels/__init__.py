@@ -116,8 +116,10 @@ def _is_launched_here(x: Tensor) -> bool:
 
 
 def _launch(function: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+    # Triton launches on the current device, which need not be that of the model.
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return function(x, *rest)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        # Triton launches on the current device, which need not be that of the model.
         return function(x, *rest)
 
 

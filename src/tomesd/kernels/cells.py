@@ -1,11 +1,15 @@
 """The cells of a token grid: where the destinations of the bipartite selector are."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 __all__ = ["Cells"]
+
+# A program compares the sources of its window with each other: more do not fit into its registers.
+_MOST_SOURCES = 128
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,21 @@ class Cells:
         """Pairs of a source and a destination that are compared."""
         return self.sources * self.count // self.windows
 
+    @property
+    def fits_one_program(self) -> bool:
+        """Whether a window is small enough to be matched by one program of a GPU."""
+        return max(self.window.sources, self.window.count) <= _MOST_SOURCES
+
     def removable(self, ratio: float) -> int:
-        """Tokens that `ratio` removes: the same number in each window, never more than sources."""
-        per_window = int(self.tokens // self.windows * ratio)
+        """Tokens that `ratio` removes, never more than sources.
+
+        Windows remove the same number each, rounded up to whole tokens; one window rounds down, as
+        in the original.
+        """
+        if self.windows == 1:
+            return min(int(self.tokens * ratio), self.sources)
+        # 100 * 0.07 is a little more than 7, and still means 7.
+        per_window = math.ceil(self.tokens // self.windows * ratio - 1e-9)
         return min(per_window * self.windows, self.sources)
 
     def split(self, offsets: Tensor) -> tuple[Tensor, Tensor]:

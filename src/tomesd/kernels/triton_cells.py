@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .draw import MASK, MULTIPLIERS
 
-__all__ = ["draw", "dst_token", "src_token", "window_corner"]
+__all__ = ["dst_token", "inverse_length", "src_token", "window_corner"]
 
 _MASK = tl.constexpr(MASK)
 _M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
@@ -24,14 +24,30 @@ def _mix(x):
 
 
 @triton.jit
-def draw(timestep, offsets, key, count, choices, BLOCK: tl.constexpr):
-    """offsets [T, count], as `draw.draw_offsets` makes them."""
-    row = tl.program_id(1)
-    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    time = tl.load(timestep + row).to(tl.float32)
-    bits = time.to(tl.int32, bitcast=True).to(tl.int64) & _MASK
-    drawn = _mix(_mix(bits ^ key) ^ _mix(cell.to(tl.int64))) % choices
-    tl.store(offsets + row * count + cell, drawn.to(tl.int32), cell < count)
+def offset(cell, valid, row, cells, offsets, timestep, key, choices: tl.constexpr):
+    """Which token of each cell is its destination.
+
+    It is given in offsets [T, cells], or drawn from timestep [T] as `draw.draw_offsets` does, or
+    else the first.
+    """
+    if offsets is not None:
+        inside = tl.load(offsets + row * cells + cell, valid, other=0)
+    else:
+        if timestep is not None:
+            time = tl.load(timestep + row).to(tl.float32)
+            bits = time.to(tl.int32, bitcast=True).to(tl.int64) & _MASK
+            drawn = _mix(_mix(bits ^ key) ^ _mix(cell.to(tl.int64))) % choices
+            inside = drawn.to(tl.int32)
+        else:
+            inside = cell * 0
+    return inside
+
+
+@triton.jit
+def inverse_length(squares):
+    """1 / length of tokens with these sums of squares; 0 for zero, infinite and NaN ones."""
+    usable = (squares > 0) & (squares < float("inf"))
+    return tl.where(usable, 1.0 / tl.sqrt(tl.where(usable, squares, 1.0)), 0.0)
 
 
 @triton.jit
@@ -42,22 +58,50 @@ def window_corner(h, w, across):
 
 
 @triton.jit
-def dst_token(d, offsets, valid, stride, columns, sy: tl.constexpr, sx: tl.constexpr):
-    """Destination d of a window, counted from its corner: the drawn token of cell d."""
-    inside = tl.load(offsets + d, valid, other=0)
+def dst_token(
+    d,
+    offsets,
+    timestep,
+    key,
+    row,
+    stride,
+    columns,
+    count,
+    sy: tl.constexpr,
+    sx: tl.constexpr,
+):
+    """Destination d of a window, counted from its corner: the chosen token of cell d."""
+    cell = tl.program_id(1) * count + d
+    cells = tl.num_programs(1) * count
+    inside = offset(cell, d < count, row, cells, offsets, timestep, key, sy * sx)
     return ((d // columns) * sy + inside // sx) * stride + (d % columns) * sx + inside % sx
 
 
 @triton.jit
-def src_token(s, offsets, valid, h, w, stride, columns, count, sy: tl.constexpr, sx: tl.constexpr):
+def src_token(
+    s,
+    offsets,
+    timestep,
+    key,
+    row,
+    h,
+    w,
+    stride,
+    columns,
+    count,
+    sy: tl.constexpr,
+    sx: tl.constexpr,
+):
     """Source s of a window, counted from its corner: the rest of each cell, then the left over."""
     others: tl.constexpr = sy * sx - 1
     per_cell: tl.constexpr = others if others > 0 else 1
     in_cells = count * others
-    cell = s // per_cell
-    drawn = tl.load(offsets + cell, valid & (s < in_cells), other=0)
-    inside = (drawn + s % per_cell + 1) % (sy * sx)
-    of_cell = ((cell // columns) * sy + inside // sx) * stride + (cell % columns) * sx + inside % sx
+    d = s // per_cell
+    cell = tl.program_id(1) * count + d
+    cells = tl.num_programs(1) * count
+    first = offset(cell, s < in_cells, row, cells, offsets, timestep, key, sy * sx)
+    inside = (first + s % per_cell + 1) % (sy * sx)
+    of_cell = ((d // columns) * sy + inside // sx) * stride + (d % columns) * sx + inside % sx
     i = s - in_cells
     rows = (h // sy) * sy
     strip = w - columns * sx  # width of the strip to the right of the cells

@@ -1,15 +1,12 @@
-"""Triton kernels that find out which tokens belong together; see `reference.match_tokens`.
+"""Finds out with Triton kernels which tokens belong together; see `reference.match_tokens`.
 
-Matching takes five launches and never holds a score matrix. Nothing in it is added up atomically,
-so its results are the same bits in every run. Every kernel first looks at a flag on the device and
-returns at once if the plan is still fresh: whether to match is decided without the host, which is
-what lets a CUDA graph keep a plan over steps.
+Nothing is added up atomically, so results are the same bits in every run. Every kernel first looks
+at a flag on the device and returns at once if the plan is still fresh: whether to match is decided
+without the host, which is what lets a CUDA graph keep a plan over steps.
 """
 
-# Kernels are Triton's language, not Python's: they have no types, and a test for None, resolved
-# when the kernel is compiled, has to stand alone.
+# Kernels are Triton's language, not Python's.
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, allow-untyped-calls
-# ruff: noqa: SIM102
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .cells import Cells
-from .triton_cells import draw, dst_token, src_token, window_corner
-from .triton_launch import as_it_is, blocks
+from .triton_launch import as_it_is
+from .triton_search import search_windows
+from .triton_windows import match_windows
 
 __all__ = ["match_tokens", "match_tokens_op"]
 
@@ -40,244 +38,6 @@ def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):
     tl.store(clock + 2 + i, time, i < times)
 
 
-@triton.jit
-def _inverse_norm(x, out, flag, n, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """out [B, N]: 1 / length of each token; 0 for zero, infinite and NaN ones."""
-    if flag is not None:
-        if tl.load(flag) == 0:
-            return
-    b = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    squares = tl.zeros([BLOCK_N], tl.float32)
-    for c0 in range(0, channels, BLOCK_C):
-        c = c0 + tl.arange(0, BLOCK_C)
-        at = x + (b * n + token[:, None]) * channels + c[None, :]
-        value = tl.load(at, (token < n)[:, None] & (c < channels)[None, :], other=0.0)
-        value = value.to(tl.float32)
-        squares += tl.sum(value * value, axis=1)
-    usable = (squares > 0) & (squares < float("inf"))
-    inverse = tl.where(usable, 1.0 / tl.sqrt(tl.where(usable, squares, 1.0)), 0.0)
-    tl.store(out + b * n + token, inverse, token < n)
-
-
-@triton.jit
-def _best_match(
-    x,
-    inverse,
-    offsets,
-    offset_rows,
-    score,
-    match,
-    flag,
-    h,
-    w,
-    across,
-    columns,
-    count,
-    channels,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    precision: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """score and match [B, S]: the most similar destination of each source, by cosine."""
-    if flag is not None:
-        if tl.load(flag) == 0:
-            return
-    b = tl.program_id(2).to(tl.int64)
-    windows = tl.num_programs(1)
-    window = tl.program_id(1)
-    sources = h * w - count
-    first = b * windows * h * w + window_corner(h, w, across)
-    x += first * channels
-    inverse += first
-    offsets += ((b // offset_rows) * windows + window) * count
-    score += (b * windows + window) * sources
-    match += (b * windows + window) * sources
-    s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    src = src_token(s, offsets, s < sources, h, w, across * w, columns, count, sy, sx)
-    src_inverse = tl.load(inverse + src, s < sources, other=0.0)
-    # Unusable tokens are not loaded: an infinity times the zero of its inverse is NaN.
-    src_row = x + src.to(tl.int64) * channels
-    best = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    best_d = tl.zeros([BLOCK_S], tl.int32)
-    for d0 in range(0, count, BLOCK_D):
-        d = d0 + tl.arange(0, BLOCK_D)
-        dst = dst_token(d, offsets, d < count, across * w, columns, sy, sx)
-        dst_inverse = tl.load(inverse + dst, d < count, other=0.0)
-        dst_row = x + dst.to(tl.int64) * channels
-        product = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-        for c0 in range(0, channels, BLOCK_C):
-            c = c0 + tl.arange(0, BLOCK_C)
-            left = tl.load(
-                src_row[:, None] + c[None, :],
-                (src_inverse > 0)[:, None] & (c < channels)[None, :],
-                other=0.0,
-            )
-            right = tl.load(
-                dst_row[None, :] + c[:, None],
-                (dst_inverse > 0)[None, :] & (c < channels)[:, None],
-                other=0.0,
-            )
-            product = tl.dot(left, right, product, input_precision=precision)
-        similarity = tl.where((d < count)[None, :], product * dst_inverse[None, :], float("-inf"))
-        here, index = tl.max(similarity, axis=1, return_indices=True)
-        best_d = tl.where(here > best, d0 + index, best_d)
-        best = tl.maximum(best, here)
-    tl.store(score + s, best * src_inverse, s < sources)
-    tl.store(match + s, best_d, s < sources)
-
-
-@triton.jit
-def _count(
-    values, own, low, high, BLOCK: tl.constexpr, DESCENDING: tl.constexpr, TIES: tl.constexpr
-):
-    """How many of the values in low..high come before each of own, equal ones counting if TIES."""
-    before = tl.zeros([own.shape[0], BLOCK], tl.int32)
-    for j0 in range(low, high, BLOCK):
-        j = j0 + tl.arange(0, BLOCK)
-        other = tl.load(values + j, j < high, other=float("-inf") if DESCENDING else 0x7FFFFFFF)
-        if DESCENDING:
-            ahead = other[None, :] >= own[:, None] if TIES else other[None, :] > own[:, None]
-        else:
-            ahead = other[None, :] <= own[:, None] if TIES else other[None, :] < own[:, None]
-        before += ahead.to(tl.int32)
-    return tl.sum(before, axis=1)
-
-
-@triton.jit
-def _place(values, own, i0, n, BLOCK: tl.constexpr, DESCENDING: tl.constexpr):
-    """Places of the values i0, i0 + 1, ... (own) when all n are sorted; equal ones stay in order.
-
-    Comparing all with all is quadratic, but without channels: a small part of the matching.
-    """
-    size: tl.constexpr = own.shape[0]
-    i = i0 + tl.arange(0, size)
-    earlier = _count(values, own, 0, i0, BLOCK, DESCENDING, TIES=True)
-    later = _count(values, own, i0, n, BLOCK, DESCENDING, TIES=False)
-    # Equal ones among themselves: only those listed before count.
-    other = tl.load(values + i, i < n, other=0)
-    tied = (other[None, :] == own[:, None]) & (i[None, :] < i[:, None]) & (i < n)[None, :]
-    return earlier + later + tl.sum(tied.to(tl.int32), axis=1)
-
-
-@triton.jit
-def _rank(
-    score,
-    match,
-    offsets,
-    offset_rows,
-    slot,
-    order,
-    start,
-    edge,
-    edge_token,
-    flag,
-    h,
-    w,
-    across,
-    columns,
-    count,
-    remove,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):
-    """Sorts the sources of a window by similarity. Merged ones, by rank, go to `edge` and
-    `edge_token` [B, W, remove], which say which dst each goes to; each other gets its own slot."""
-    if flag is not None:
-        if tl.load(flag) == 0:
-            return
-    b = tl.program_id(2).to(tl.int64)
-    windows = tl.num_programs(1)
-    window = tl.program_id(1)
-    n = h * w
-    sources = n - count
-    kept = sources - remove
-    place = b * windows + window
-    s0 = tl.program_id(0) * BLOCK
-    s = s0 + tl.arange(0, BLOCK)
-    valid = s < sources
-    own = tl.load(score + place * sources + s, valid, other=0.0)
-    rank = _place(score + place * sources, own, s0, sources, BLOCK_J, DESCENDING=True)
-    offsets += ((b // offset_rows) * windows + window) * count
-    token = src_token(s, offsets, valid, h, w, across * w, columns, count, sy, sx)
-    token += window_corner(h, w, across)
-    dst = tl.load(match + place * sources + s, valid, other=0)
-    merged = valid & (rank < remove)
-    alone = valid & (rank >= remove)
-    tl.store(edge + place * remove + rank, dst, merged)
-    tl.store(edge_token + place * remove + rank, token, merged)
-    number = window * (n - remove) + tl.where(merged, kept + dst, rank - remove)
-    tl.store(slot + b * windows * n + token, number.to(tl.int64), valid)
-    tl.store(order + place * n + rank - remove, token, alone)
-    begins = window * n + rank - remove
-    tl.store(start + b + place * (n - remove) + rank - remove, begins, alone)
-
-
-@triton.jit
-def _list_members(
-    edge,
-    edge_token,
-    offsets,
-    offset_rows,
-    slot,
-    order,
-    start,
-    flag,
-    h,
-    w,
-    across,
-    columns,
-    count,
-    remove,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):
-    """Lists the members of each destination's slot: the destination, then what merges into it.
-
-    The first programs place the merged tokens, the rest the destinations.
-    """
-    if flag is not None:
-        if tl.load(flag) == 0:
-            return
-    b = tl.program_id(2).to(tl.int64)
-    windows = tl.num_programs(1)
-    window = tl.program_id(1)
-    n = h * w
-    kept = n - count - remove
-    place = b * windows + window
-    edge += place * remove
-    order += place * n
-    merging_programs = tl.cdiv(remove, BLOCK)
-    if tl.program_id(0) < merging_programs:
-        i0 = tl.program_id(0) * BLOCK
-        i = i0 + tl.arange(0, BLOCK)
-        dst = tl.load(edge + i, i < remove, other=0)
-        token = tl.load(edge_token + place * remove + i, i < remove, other=0)
-        before = _place(edge, dst, i0, remove, BLOCK_J, DESCENDING=False)
-        tl.store(order + kept + before + dst + 1, token, i < remove)
-    else:
-        d = (tl.program_id(0) - merging_programs) * BLOCK + tl.arange(0, BLOCK)
-        valid = d < count
-        before = _count(edge, d, 0, remove, BLOCK_J, DESCENDING=False, TIES=False)
-        offsets += ((b // offset_rows) * windows + window) * count
-        token = dst_token(d, offsets, valid, across * w, columns, sy, sx)
-        token += window_corner(h, w, across)
-        first = kept + before + d
-        tl.store(order + first, token, valid)
-        number = window * (n - remove) + kept + d
-        tl.store(slot + b * windows * n + token, number.to(tl.int64), valid)
-        start += b * (windows * (n - remove) + 1)
-        tl.store(start + number, window * n + first, valid)
-        tl.store(start + windows * (n - remove) + d * 0, windows * n + d * 0, d == 0)
-
-
 def match_tokens(
     metric: Tensor,
     timestep: Tensor | None,
@@ -293,7 +53,6 @@ def match_tokens(
     wrap_triton: Callable[[Any], Any] = as_it_is,
 ) -> None:
     """See `kernels.match_tokens`; `wrap_triton`: see `triton_launch`."""
-    batch, n, channels = metric.shape
     metric = metric.contiguous()
     if timestep is not None:
         timestep = timestep.reshape(-1)
@@ -302,17 +61,34 @@ def match_tokens(
         times = int(timestep.shape[0])
         block = triton.next_power_of_2(times)
         wrap_triton(_tick)[(1,)](clock, timestep, refresh, times, BLOCK=block)
-    offsets = _offsets(metric, timestep, offsets, cells, key, wrap_triton)
-    window, windows = cells.window, cells.windows
-    inverse = metric.new_empty(batch, n, dtype=torch.float32)
-    # Each its own tensor: the compiler would copy the parts of a common one.
-    score = metric.new_empty(batch, cells.sources, dtype=torch.float32)
-    match = metric.new_empty(batch, cells.sources, dtype=torch.int32)
-    edge = metric.new_empty(batch, remove, dtype=torch.int32)
-    edge_token = metric.new_empty(batch, remove, dtype=torch.int32)
-    split: dict[str, Any] = {
+    destinations = _destinations(metric, timestep, offsets, cells, key)
+    plan = {"slot": slot, "order": order, "start": start}
+    in_window = remove // cells.windows
+    if cells.fits_one_program:
+        match_windows(metric, cells, in_window, destinations, plan, clock, wrap_triton)
+    else:
+        search_windows(metric, cells, in_window, destinations, plan, clock, wrap_triton)
+
+
+def _destinations(
+    metric: Tensor, timestep: Tensor | None, offsets: Tensor | None, cells: Cells, key: int
+) -> dict[str, Any]:
+    """The arguments by which kernels know the windows and the destinations in them."""
+    if offsets is not None:
+        offsets, timestep = offsets.int().contiguous(), None
+    elif key < 0:
+        timestep = None
+    elif timestep is None:
+        timestep = torch.zeros(1, device=metric.device)
+    given = timestep if offsets is None else offsets
+    batch, draws = metric.shape[0], 1 if given is None else given.shape[0]
+    window = cells.window
+    return {
         "offsets": offsets,
-        "offset_rows": batch // offsets.shape[0] if batch % offsets.shape[0] == 0 else batch,
+        "timestep": timestep,
+        "key": key,
+        # So many images of the batch have the same destinations.
+        "rows": batch // draws if batch % draws == 0 else batch,
         "h": window.h,
         "w": window.w,
         "across": cells.across,
@@ -320,70 +96,7 @@ def match_tokens(
         "count": window.count,
         "sy": cells.sy,
         "sx": cells.sx,
-        "flag": clock,
     }
-    plan: dict[str, Any] = {
-        "slot": slot,
-        "order": order,
-        "start": start,
-        "remove": remove // windows,
-    }
-    lists = {"edge": edge, "edge_token": edge_token, "BLOCK": 32, "BLOCK_J": 128}
-    found = {"score": score, "match": match}
-    tiles = _tiles(metric, window.count)
-    wrap_triton(_inverse_norm)[(blocks(n, 8), batch)](
-        metric, inverse, clock, n, channels, BLOCK_N=8, BLOCK_C=256
-    )
-    wrap_triton(_best_match)[(blocks(window.sources, tiles["BLOCK_S"]), windows, batch)](
-        x=metric, inverse=inverse, channels=channels, **found, **tiles, **split
-    )
-    wrap_triton(_rank)[(blocks(window.sources, 32), windows, batch)](
-        **found, **lists, **plan, **split
-    )
-    programs = blocks(plan["remove"], 32) + blocks(window.count, 32)
-    wrap_triton(_list_members)[(programs, windows, batch)](**lists, **plan, **split)
-
-
-def _tiles(metric: Tensor, destinations: int) -> dict[str, Any]:
-    """Tiles of `_best_match`: by measurement, the largest that fit and are not mostly empty."""
-    wide = metric.dtype == torch.float32
-    tiles: dict[str, Any] = {
-        "precision": "tf32x3" if wide else "ieee",
-        "BLOCK_C": 32 if wide else 64,
-        "num_stages": 3,
-    }
-    if destinations <= 32:
-        return tiles | {"BLOCK_S": 64, "BLOCK_D": 16 if destinations <= 16 else 32, "num_warps": 4}
-    large_memory = metric.is_cuda and torch.cuda.get_device_capability(metric.device) in (
-        (8, 0),
-        (9, 0),
-    )
-    if large_memory and not wide:
-        return tiles | {"BLOCK_S": 128, "BLOCK_D": 256, "num_warps": 8}
-    return tiles | {"BLOCK_S": 128, "BLOCK_D": 128, "num_warps": 8 if wide else 4}
-
-
-def _offsets(
-    metric: Tensor,
-    timestep: Tensor | None,
-    offsets: Tensor | None,
-    cells: Cells,
-    key: int,
-    wrap_triton: Callable[[Any], Any],
-) -> Tensor:
-    """Which token of each cell is its dst, `[T, cells.count]`, int32."""
-    if offsets is not None:
-        return offsets.int().contiguous()
-    if key < 0:
-        return torch.zeros(1, cells.count, dtype=torch.int32, device=metric.device)
-    if timestep is None:
-        timestep = torch.zeros(1, device=metric.device)
-    times = timestep.shape[0]
-    drawn = torch.empty(times, cells.count, dtype=torch.int32, device=metric.device)
-    wrap_triton(draw)[(blocks(cells.count, 256), times)](
-        timestep, drawn, key, cells.count, cells.choices, BLOCK=256
-    )
-    return drawn
 
 
 @torch.library.triton_op(

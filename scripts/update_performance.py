@@ -29,13 +29,6 @@ STACKS = "whole stacks"
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
 STEPS = 50  # of the images in the paper
 
-BEFORE_THE_RULE = "e1ddc58"
-# What the rule does in eager mode since that commit, by model.
-SINCE_THEN = {
-    "sd15": "merges SD 1.5 at 1024 px with one image",
-    "sdxl": "leaves SDXL with 2 images alone",
-}
-
 INTRODUCTION = """\
 # Performance
 
@@ -245,9 +238,8 @@ called through PyTorch's dispatcher: it is there for the variants that have no n
     if not any("max-autotune" in one.first["mode"] for one in last):
         words += """
 
-The mode max-autotune has not been measured: all variants were compiled at the same time, tuning on
-one GPU, and none was ready in the time it had. SDXL with a plan for every block was not ready in
-time in the default mode either."""
+The mode max-autotune has not been measured: variants that were compiled and tuned at the same time
+on one GPU were not ready in the time they had."""
     document.add("torch.compile", words, markdown(header, lines), found)
 
 
@@ -312,9 +304,8 @@ def paper(document: Document) -> None:
 The table of the original's README: Stable Diffusion 1.5 at 512 px, attention that is not fused, r
 from 10 to 60 %. Time of the UNet for {STEPS} steps, and memory, both per image, of
 {found[0].first["images"]} images at a time, in eager mode at default settings. The row r = 0 is the
-unpatched model; in brackets, how many times as fast, and how much of its memory. At 10 %, merging
-would cost more time than it saves, so this library leaves the model alone, and its memory too.
-Ratios up to 50 % are rounded up to whole tokens of an 8x8 window."""
+unpatched model; in brackets, how many times as fast, and how much of its memory. Ratios below
+50 % are rounded up to whole tokens of an 8x8 window."""
     document.add("The table of the paper", words, markdown(header, lines), found)
 
 
@@ -343,9 +334,10 @@ def eager_losses(found: list[Comparison]) -> str:
     words = ""
     idle = [one for one in eager if left_alone(one)]
     if idle:
-        worst = max(idle, key=cost)
-        words += f""" What is left of a patch where nothing is merged cost up to
-{percent(cost(worst))}: {from_to(worst)}."""
+        worst, best = max(idle, key=cost), min(idle, key=cost)
+        least = "" if len(idle) == 1 else f"{1 + cost(best):.2f} to "
+        words += f""" Where nothing is merged, what is left of the patch made a step take
+{least}{1 + cost(worst):.2f} times as long; at worst, {from_to(worst)}."""
     for one in eager:
         if cost(one) > 0 and not left_alone(one):
             words += f" Merging made it slower: {from_to(one)}."
@@ -353,10 +345,6 @@ def eager_losses(found: list[Comparison]) -> str:
         if left_alone(one) and original is not None and (one.speedup(original) or 0) > 1.02:
             words += f""" {title_of(one)}, was left alone, although {ORIGINAL} made it
 {times(one.speedup(original))} as fast."""
-    if words and eager[0].first.get("commit") == BEFORE_THE_RULE:
-        words += f""" Since then, the rule counts the blocks of the whole model, and in eager mode
-{SINCE_THEN[eager[0].first["model"]]}; layers in which nothing is merged have become cheaper.
-Neither has been measured again."""
     return words
 
 

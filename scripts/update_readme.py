@@ -66,7 +66,7 @@ def demo() -> str:
 def speed() -> str:
     """Steps replayed as CUDA graphs, at default settings apart from what the row says."""
     rows: dict[str, dict[str, float]] = {}
-    for row in results("gpu_4"):
+    for row in results("gpu"):
         if row["section"] == "graph":
             rows.setdefault(row["setting"], {})[row["label"] or row["variant"]] = row["seconds"]
     lines = []

@@ -13,7 +13,7 @@ import pytest
 import torch
 import zoo_ldm
 from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -121,6 +121,20 @@ def test_the_peak_is_what_attention_on_merged_tokens_needs() -> None:
     text = BATCH * 7 * 24
     plan = 10 * BATCH * SIDE**2  # a few numbers for each token
     assert peak.most <= number * (scores + tokens + 4 * slots + text + plan)
+
+
+def test_the_feed_forward_layer_runs_without_the_plan() -> None:
+    """With fused attention it needs the most memory: the patch adds nothing to that."""
+    block = make_block()
+    block.attn1.set_processor(AttnProcessor2_0())
+    peaks = []
+    for _ in range(2):
+        run_block(block)
+        with Peak() as peak:
+            run_block(block)
+        peaks.append(peak.most)
+        tomesd.apply_patch(block, 0.5, when="always")
+    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl", "gligen", "svd"])

@@ -83,6 +83,14 @@ def test_a_whole_model_is_one_graph_without_opaque_operators(
     assert launches == matching[share] + blocks
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_pytorch_knows_that_inputs_are_not_written_to(found: Any, case: str) -> None:
+    """A model that writes to its inputs is not replayed from CUDA graphs."""
+    written = {name for names in found["written"][case].values() for name in names}
+    assert {"slot", "order", "start"} <= written
+    assert not written & {"x", "timestep", "offsets"}
+
+
 def test_pytorch_knows_which_kernels_its_cached_code_was_made_from(found: Any) -> None:
     assert sorted(found["known"]["match_tokens_triton"]) == sorted([*SMALL, *LARGE, "_tick"])
     assert found["known"]["slot_mean_triton"] == ["_slot_mean"]
@@ -182,6 +190,39 @@ def _run_operators(
     return {"compiled": compiled, "eager": eager, "code": code.split("class Runner")[1]}
 
 
+def _written_to(
+    h: int, w: int, window: int, remove: int, channels: int, keep: bool
+) -> dict[str, list[str]]:
+    """By kernel, the arguments that PyTorch believes it writes to."""
+    from torch._higher_order_ops.triton_kernel_wrap import identify_accessed_tensors
+
+    from tomesd.kernels import triton_matching
+
+    found: dict[str, list[str]] = {}
+
+    class Analysed:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def analyse(*args: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
+                arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | named
+                accesses = identify_accessed_tensors(self.kernel, arguments, {})
+                found[self.kernel.__name__] = [one.name for one in accesses.read_writes.writes]
+
+            return analyse
+
+    cells, n = Cells.of(h, w, 2, 2, window), h * w
+    plan = MergePlan.empty(2, n, n - remove, CPU, triton=True)
+    clock = torch.full((3,), float("-inf")) if keep else None
+    lists = (plan.slot, plan.order, plan.start)
+    x, time = torch.randn(2, n, channels), torch.tensor([500.0])
+    triton_matching.match_tokens(
+        x, time, None, *lists, clock, cells, remove, 5, 3, wrap_triton=Analysed
+    )
+    return found
+
+
 def _zeros_like(node: Any) -> Any:
     value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
     if not isinstance(value, torch.Tensor):
@@ -246,6 +287,7 @@ def main() -> None:
     kernels._is_launched_by_compiler = lambda x: kernels._define_triton_operators()
     found: dict[str, Any] = {
         "operators": {name: _run_operators(*case) for name, case in CASES.items()},
+        "written": {name: _written_to(*case) for name, case in CASES.items()},
         "gradient": _run_gradient(),
         "models": {f"{share}_{dynamic}": _run_model(share, dynamic) for share, dynamic in MODELS},
     }

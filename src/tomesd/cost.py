@@ -218,5 +218,5 @@ def merging_pays(
     if target == "stack":
         uses = blocks
     matching = 2.0 * batch * cells.comparisons * channels
-    launches = _MATCH_KERNELS[0 if cells.fits_one_program else 1]
+    launches = _MATCH_KERNELS[0 if cells.window.fits_one_program else 1]
     return saved > len(removes) * device.time(matching, 2 * tokens * row, launches) / uses

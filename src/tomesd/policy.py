@@ -1,9 +1,9 @@
 """Where and when to merge: what a running model knows, and what follows from it.
 
-A `Frame` is what one call of the model knows at one place: image size, timestep, grid, plan. Frames
-are never changed; going deeper into the model makes a new one. The current frame belongs to the
-calling thread, so threads can share a model, and it can be kept and entered again later, which is
-what gradient checkpointing needs.
+A `Frame` is what one call of the model knows at one place: image size, timestep, grid, plan. Going
+deeper into the model makes a new one; frames are not changed, but for plans that layers take out.
+The current frame belongs to the calling thread, so threads can share a model, and it can be kept
+and entered again later, which is what gradient checkpointing needs.
 """
 
 import threading
@@ -178,7 +178,7 @@ class Frame:
     grid: tuple[int, int] | None = None
     visit: Visit | None = None
     plans: dict[str, Any] = field(default_factory=dict)
-    """What the layers of a block merge by: kind to plan."""
+    """What the layers of a block merge by, kind to plan; each layer takes out its own."""
     block: nn.Module | None = None
     """The block that makes the plans."""
     place: str = ""

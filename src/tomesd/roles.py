@@ -270,7 +270,8 @@ class Layer(Role):
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         frame = current_frame(patch)
-        plan = frame.plans.get(self.kind) if frame is not None else None
+        # It is needed once, and the layers that follow may need the memory.
+        plan = frame.plans.pop(self.kind, None) if frame is not None else None
         if frame is None or plan is None:
             return inner(*args, **kwargs)
         x = self.input(args, kwargs)

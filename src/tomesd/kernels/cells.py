@@ -80,8 +80,9 @@ class Cells:
 
     @property
     def fits_one_program(self) -> bool:
-        """Whether a window is small enough to be matched by one program of a GPU."""
-        return max(self.window.sources, self.window.count) <= _MOST_SOURCES
+        """Of a window: whether it is small enough to be matched by one program of a GPU."""
+        count = self.count
+        return max(self.tokens - count, count) <= _MOST_SOURCES
 
     def removable(self, ratio: float) -> int:
         """Tokens that `ratio` removes, never more than sources.

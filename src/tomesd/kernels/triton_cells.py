@@ -24,22 +24,20 @@ def _mix(x):
 
 
 @triton.jit
-def offset(cell, valid, row, cells, offsets, timestep, key, choices: tl.constexpr):
+def offset(cell, valid, row, cells, offsets, time, key, choices: tl.constexpr):
     """Which token of each cell is its destination.
 
-    It is given in offsets [T, cells], or drawn from timestep [T] as `draw.draw_offsets` does, or
-    else the first.
+    It is given in offsets [T, cells], or drawn as `draw.draw_offsets` does, or, if the key is
+    negative, the first. Takes the time itself, not where it is: PyTorch believes of a function that
+    helps to find an address to write to that it writes to all pointers it is given, and replays no
+    CUDA graphs of models whose input is written to.
     """
     if offsets is not None:
         inside = tl.load(offsets + row * cells + cell, valid, other=0)
     else:
-        if timestep is not None:
-            time = tl.load(timestep + row).to(tl.float32)
-            bits = time.to(tl.int32, bitcast=True).to(tl.int64) & _MASK
-            drawn = _mix(_mix(bits ^ key) ^ _mix(cell.to(tl.int64))) % choices
-            inside = drawn.to(tl.int32)
-        else:
-            inside = cell * 0
+        bits = time.to(tl.int32, bitcast=True).to(tl.int64) & _MASK
+        drawn = _mix(_mix(bits ^ key) ^ _mix(cell.to(tl.int64))) % choices
+        inside = tl.where(key < 0, 0, drawn).to(tl.int32)
     return inside
 
 
@@ -61,7 +59,7 @@ def window_corner(h, w, across):
 def dst_token(
     d,
     offsets,
-    timestep,
+    time,
     key,
     row,
     stride,
@@ -73,7 +71,7 @@ def dst_token(
     """Destination d of a window, counted from its corner: the chosen token of cell d."""
     cell = tl.program_id(1) * count + d
     cells = tl.num_programs(1) * count
-    inside = offset(cell, d < count, row, cells, offsets, timestep, key, sy * sx)
+    inside = offset(cell, d < count, row, cells, offsets, time, key, sy * sx)
     return ((d // columns) * sy + inside // sx) * stride + (d % columns) * sx + inside % sx
 
 
@@ -81,7 +79,7 @@ def dst_token(
 def src_token(
     s,
     offsets,
-    timestep,
+    time,
     key,
     row,
     h,
@@ -99,7 +97,7 @@ def src_token(
     d = s // per_cell
     cell = tl.program_id(1) * count + d
     cells = tl.num_programs(1) * count
-    first = offset(cell, s < in_cells, row, cells, offsets, timestep, key, sy * sx)
+    first = offset(cell, s < in_cells, row, cells, offsets, time, key, sy * sx)
     inside = (first + s % per_cell + 1) % (sy * sx)
     of_cell = ((d // columns) * sy + inside // sx) * stride + (d % columns) * sx + inside % sx
     i = s - in_cells

@@ -61,28 +61,30 @@ def match_tokens(
         times = int(timestep.shape[0])
         block = triton.next_power_of_2(times)
         wrap_triton(_tick)[(1,)](clock, timestep, refresh, times, BLOCK=block)
-    destinations = _destinations(metric, timestep, offsets, cells, key)
+    window = cells.window
+    destinations = _destinations(metric, timestep, offsets, cells, window, key)
     plan = {"slot": slot, "order": order, "start": start}
     in_window = remove // cells.windows
-    if cells.fits_one_program:
+    if window.fits_one_program:
         match_windows(metric, cells, in_window, destinations, plan, clock, wrap_triton)
     else:
         search_windows(metric, cells, in_window, destinations, plan, clock, wrap_triton)
 
 
 def _destinations(
-    metric: Tensor, timestep: Tensor | None, offsets: Tensor | None, cells: Cells, key: int
+    metric: Tensor,
+    timestep: Tensor | None,
+    offsets: Tensor | None,
+    cells: Cells,
+    window: Cells,
+    key: int,
 ) -> dict[str, Any]:
     """The arguments by which kernels know the windows and the destinations in them."""
     if offsets is not None:
-        offsets, timestep = offsets.int().contiguous(), None
-    elif key < 0:
-        timestep = None
+        offsets = timestep = offsets.int().contiguous()  # the time is read, but nothing is drawn
     elif timestep is None:
-        timestep = torch.zeros(1, device=metric.device)
-    given = timestep if offsets is None else offsets
-    batch, draws = metric.shape[0], 1 if given is None else given.shape[0]
-    window = cells.window
+        timestep = metric.new_zeros(1, dtype=torch.float32)
+    batch, draws = metric.shape[0], timestep.shape[0]
     return {
         "offsets": offsets,
         "timestep": timestep,

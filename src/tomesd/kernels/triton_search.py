@@ -80,7 +80,8 @@ def _best_match(
     match += (b * windows + window) * sources
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     row, stride = b // rows, across * w
-    src = src_token(s, offsets, timestep, key, row, h, w, stride, columns, count, sy, sx)
+    time = tl.load(timestep + row).to(tl.float32)
+    src = src_token(s, offsets, time, key, row, h, w, stride, columns, count, sy, sx)
     src_inverse = tl.load(inverse + src, s < sources, other=0.0)
     # Unusable tokens are not loaded: an infinity times the zero of its inverse is NaN.
     src_row = x + src.to(tl.int64) * channels
@@ -88,7 +89,7 @@ def _best_match(
     best_d = tl.zeros([BLOCK_S], tl.int32)
     for d0 in range(0, count, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
-        dst = dst_token(d, offsets, timestep, key, row, stride, columns, count, sy, sx)
+        dst = dst_token(d, offsets, time, key, row, stride, columns, count, sy, sx)
         dst_inverse = tl.load(inverse + dst, d < count, other=0.0)
         dst_row = x + dst.to(tl.int64) * channels
         product = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
@@ -189,7 +190,8 @@ def _rank(
     own = tl.load(score + place * sources + s, valid, other=0.0)
     rank = _place(score + place * sources, own, s0, sources, BLOCK_J, DESCENDING=True)
     row, stride = b // rows, across * w
-    token = src_token(s, offsets, timestep, key, row, h, w, stride, columns, count, sy, sx)
+    time = tl.load(timestep + row).to(tl.float32)
+    token = src_token(s, offsets, time, key, row, h, w, stride, columns, count, sy, sx)
     token += window_corner(h, w, across)
     dst = tl.load(match + place * sources + s, valid, other=0)
     merged = valid & (rank < remove)
@@ -254,7 +256,8 @@ def _list_members(
         valid = d < count
         before = _count(edge, d, 0, remove, BLOCK_J, DESCENDING=False, TIES=False)
         row, stride = b // rows, across * w
-        token = dst_token(d, offsets, timestep, key, row, stride, columns, count, sy, sx)
+        time = tl.load(timestep + row).to(tl.float32)
+        token = dst_token(d, offsets, time, key, row, stride, columns, count, sy, sx)
         token += window_corner(h, w, across)
         first = kept + before + d
         tl.store(order + first, token, valid)

@@ -62,8 +62,9 @@ def _match_window(
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
     row, stride = b // rows, across * w
-    src = src_token(s, offsets, timestep, key, row, h, w, stride, columns, count, sy, sx) + corner
-    dst = dst_token(d, offsets, timestep, key, row, stride, columns, count, sy, sx) + corner
+    time = tl.load(timestep + row).to(tl.float32)
+    src = src_token(s, offsets, time, key, row, h, w, stride, columns, count, sy, sx) + corner
+    dst = dst_token(d, offsets, time, key, row, stride, columns, count, sy, sx) + corner
 
     # The best match of each source.
     src_row = x + (b * windows * n + src) * channels
@@ -139,7 +140,8 @@ def match_windows(
 ) -> None:
     """See `triton_search.search_windows`; windows have to fit one program."""
     wide = metric.dtype == torch.float32
-    block = max(16, triton.next_power_of_2(cells.window.sources))
+    count = destinations["count"]
+    block = max(16, triton.next_power_of_2(destinations["h"] * destinations["w"] - count))
     wrap_triton(_match_window)[(1, cells.windows, metric.shape[0])](
         metric,
         **destinations,
@@ -149,7 +151,7 @@ def match_windows(
         channels=metric.shape[2],
         precision="tf32x3" if wide else "ieee",
         BLOCK_S=block,
-        BLOCK_D=max(16, triton.next_power_of_2(cells.window.count)),
+        BLOCK_D=max(16, triton.next_power_of_2(count)),
         BLOCK_C=64 if wide else 128,
         num_warps=4 if block <= 64 else 8,
         # Pipelined, products came out wrong on a GPU (8 warps, 3 stages, float16, Triton 3.6), and

@@ -11,19 +11,29 @@ import argparse
 import itertools
 import json
 import textwrap
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tomesd.bench.plots import COLOURS, save_figure
+from quality_figures import plot_front, plot_paper, plot_search
+from quality_rows import (
+    ORIGINAL,
+    OURS,
+    SPEEDS,
+    clearly_below,
+    has,
+    listed,
+    name_of,
+    pareto,
+    same_settings,
+    value,
+)
+
 from tomesd.bench.rows import Row, read_rows
 from tomesd.bench.tables import markdown, percent, times, versions
 from tomesd.presets import PRESETS, changed
 from tomesd.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-ORIGINAL, OURS = "tomesd 0.1.3", "this library"
-SPEEDS = {"speedup": "fused attention", "speedup_unfused": "unfused attention"}
 SPEED_FIELDS = ("speedup", "step_ms_", "mib_")
 SHEET, GALLERY = "images.jpg", "gallery.jpg"
 
@@ -102,34 +112,9 @@ class Document:
         return "\n".join(self.parts)
 
 
-def same_settings(row: Row) -> str:
-    return json.dumps([row["variant"], row["settings"]], sort_keys=True)
-
-
 def filled(words: str) -> str:
     """A paragraph in lines of at most 100 characters."""
     return textwrap.fill(" ".join(words.split()), 100, break_long_words=False)
-
-
-def value(row: Row, name: str, digits: int, scale: float = 1.0) -> str:
-    """With half of its interval."""
-    if row.get(name) is None:
-        return "-"
-    text = f"{scale * row[name]:.{digits}f}"
-    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-    return (
-        text if low is None or high is None else f"{text} ± {scale * (high - low) / 2:.{digits}f}"
-    )
-
-
-def clearly_below(one: Row, other: Row, name: str) -> bool:
-    """Lower, and the intervals do not overlap."""
-    high, low = one.get(f"{name}_high"), other.get(f"{name}_low")
-    return high is not None and low is not None and high < low
-
-
-def has(row: Row, *names: str) -> bool:
-    return all(row.get(name) is not None for name in names)
 
 
 def images_of(rows: list[Row]) -> str:
@@ -159,15 +144,6 @@ def which_seeds(rows: list[Row]) -> str:
     seeds = {row.get("unmerged_set") for row in rows} - {None}
     words = sorted(seed.replace("same", "the same") for seed in seeds)
     return f"FID to unmerged: of {listed(words)}." if seeds else ""
-
-
-def listed(words: Iterable[str]) -> str:
-    found = list(words)
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
-
-
-def name_of(row: Row) -> str:
-    return {"original": ORIGINAL, "tomesd": OURS}.get(row["variant"], row["variant"])
 
 
 def paper(document: Document) -> None:
@@ -523,98 +499,6 @@ def changed_in(row: Row) -> dict[str, Any]:
     if isinstance(options.get("level_ratios"), dict):
         options["level_ratios"] = {int(k): r for k, r in options["level_ratios"].items()}
     return changed(Settings(**options))
-
-
-def pareto(rows: list[Row], speed: str) -> list[Row]:
-    """Those that no other is both faster and closer than, slowest first."""
-    best: list[Row] = []
-    known = [row for row in rows if has(row, speed)]
-    for row in sorted(known, key=lambda row: (-row[speed], row["lpips"])):
-        if not best or row["lpips"] < best[-1]["lpips"]:
-            best.append(row)
-    return best[::-1]
-
-
-def panels(rows: int, columns: int, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(8.0, height), layout="constrained")
-    axes = picture.subplots(rows, columns, squeeze=False)
-    for one in axes.flat:
-        one.spines[["top", "right"]].set_visible(False)
-    return picture, axes
-
-
-def drawn(axes: Any, rows: list[Row], x: Callable[[Row], float], y: str, **style: Any) -> None:
-    """Points with error bars."""
-    rows = sorted((row for row in rows if has(row, y)), key=x)
-    if not rows:
-        return
-    values = [row[y] for row in rows]
-    errors = [
-        [abs(row[y] - end) if (end := row.get(f"{y}_{side}")) is not None else 0.0 for row in rows]
-        for side in ("low", "high")
-    ]
-    axes.errorbar([x(row) for row in rows], values, yerr=errors, ms=4, capsize=2, lw=1, **style)
-
-
-def plot_paper(rows: list[Row], figures: Path) -> str:
-    picture, axes = panels(1, 2, 3.2)
-    for one, name, label in zip(axes[0], ("fid", "lpips"), ("FID", "LPIPS"), strict=True):
-        for kind, words in (("original", ORIGINAL), ("tomesd", OURS)):
-            chosen = [row for row in rows if row["variant"] == kind]
-            style = {"color": COLOURS[kind], "label": words, "fmt": "o-"}
-            drawn(one, chosen, lambda row: 100 * row["settings"]["ratio"], name, **style)
-        for row in rows:
-            if not row["settings"] and has(row, name):
-                one.axhline(row[name], color=COLOURS["unpatched"], lw=1, label="unmerged")
-        one.set_xlabel("r %")
-        one.set_ylabel(label)
-    if axes[0][0].get_legend_handles_labels()[0]:
-        axes[0][0].legend(frameon=False, fontsize=8)
-    return saved(picture, figures, "paper.svg")
-
-
-def plot_front(rows: list[Row], figures: Path) -> str:
-    picture, axes = panels(2, 2, 6.0)
-    for line, (score, label) in zip(axes, (("lpips", "LPIPS"), ("fid", "FID")), strict=True):
-        for one, (speed, words) in zip(line, SPEEDS.items(), strict=True):
-            for kind, name in (("original", ORIGINAL), ("tomesd", OURS)):
-                chosen = [row for row in rows if row["variant"] == kind and has(row, speed)]
-                style = {"color": COLOURS[kind], "label": name, "fmt": "o"}
-                drawn(one, chosen, lambda row, speed=speed: row[speed], score, **style)
-            one.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
-            one.set_xlabel(f"speed-up, {words}")
-            one.set_ylabel(label)
-    if axes[0][0].get_legend_handles_labels()[0]:
-        axes[0][0].legend(frameon=False, fontsize=8)
-    return saved(picture, figures, "front.svg")
-
-
-def plot_search(rows: list[Row], figures: Path) -> str:
-    picture, axes = panels(1, 2, 3.6)
-    colours = {"attn": "#00798c", "kv": "#c7b446", "block": "#6a4c93", "stack": "#2a6f97"}
-    for one, (speed, words) in zip(axes[0], SPEEDS.items(), strict=True):
-        chosen = [row for row in rows if row["variant"] == "original" and has(row, speed)]
-        style = {"s": 14, "color": COLOURS["original"], "label": ORIGINAL}
-        one.scatter([row[speed] for row in chosen], [row["lpips"] for row in chosen], **style)
-        for target, colour in colours.items():
-            mine = [row for row in rows if row["setting"] == target and has(row, speed)]
-            points = ([row[speed] for row in mine], [row["lpips"] for row in mine])
-            one.scatter(*points, s=14, color=colour, label=target)
-        best = pareto(rows, speed)
-        one.step([r[speed] for r in best], [r["lpips"] for r in best], "k-", lw=0.8, where="pre")
-        one.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
-        one.set_xlabel(f"speed-up, {words}")
-        one.set_ylabel("LPIPS")
-    if axes[0][0].get_legend_handles_labels()[0]:
-        axes[0][0].legend(frameon=False, fontsize=8)
-    return saved(picture, figures, "search.svg")
-
-
-def saved(picture: Any, figures: Path, name: str) -> str:
-    save_figure(picture, figures / name)
-    return f"figures/quality/{name}"
 
 
 def gallery(document: Document) -> None:

@@ -1,6 +1,5 @@
 """The benchmark: what it measures, the rows it writes, and the tables made of them."""
 
-import importlib.util
 import json
 import math
 import re
@@ -8,11 +7,11 @@ import sys
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import tyro
+import update_performance
 from diffusers import UNet2DConditionModel
 from PIL import Image
 from rich.console import Console
@@ -445,16 +444,6 @@ def test_failures_are_named_and_memory_is_not_one() -> None:
     assert [duration(row) for row in rows] == ["40.0", "OOM", "failed"]
 
 
-@pytest.fixture(scope="module")
-def update_performance() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "update_performance", ROOT / "scripts" / "update_performance.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def results_folder(tmp_path: Path, rows: list[dict]) -> Path:
     folder = tmp_path / "results"
     folder.mkdir(exist_ok=True)
@@ -463,7 +452,7 @@ def results_folder(tmp_path: Path, rows: list[dict]) -> Path:
     return folder
 
 
-def test_the_document_tells_what_the_rows_say(update_performance, tmp_path: Path) -> None:
+def test_the_document_tells_what_the_rows_say(tmp_path: Path) -> None:
     rows = [
         made_up("unpatched", 0.04),
         made_up("original", 0.041),
@@ -502,7 +491,7 @@ def test_the_document_tells_what_the_rows_say(update_performance, tmp_path: Path
         update_performance.main([*where, "--check"])
 
 
-def test_the_document_in_the_repository_is_up_to_date(update_performance) -> None:
+def test_the_document_in_the_repository_is_up_to_date() -> None:
     update_performance.main(["--check"])
 
 

@@ -1,59 +1,26 @@
 """The benchmark of quality makes what the pipeline makes; its document says what its rows say."""
 
-import importlib.util
 import json
 import re
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import quality
+import quality_jobs as work
+import quality_sampling as sampling
+import quality_settings as settings
 import torch
+import update_quality
 
 import tomesd
 from tomesd.generation import load_pipeline
 
 ROOT = Path(__file__).parent.parent
 CAPTIONS = ["a whale on a blue background", "two red apples", "a cat on a plain white background"]
-
-
-def load(folder: str, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its parts find each other by this name
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def sampling() -> ModuleType:
-    return load("benchmarks", "quality_sampling")
-
-
-@pytest.fixture(scope="module")
-def settings(sampling: ModuleType) -> ModuleType:
-    return load("benchmarks", "quality_settings")
-
-
-@pytest.fixture(scope="module")
-def work(settings: ModuleType) -> ModuleType:
-    return load("benchmarks", "quality_jobs")
-
-
-@pytest.fixture(scope="module")
-def quality(work: ModuleType) -> ModuleType:
-    for part in ("quality_reference", "quality_bench"):
-        load("benchmarks", part)
-    return load("benchmarks", "quality")
-
-
-@pytest.fixture(scope="module")
-def update_quality() -> ModuleType:
-    return load("scripts", "update_quality")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +44,7 @@ def by_pipeline(pipe: Any, seeds: range, steps: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scheduler", ["ddim", "plms"])
-def test_it_makes_what_the_pipeline_makes(sampling: ModuleType, pipe: Any, scheduler: str) -> None:
+def test_it_makes_what_the_pipeline_makes(pipe: Any, scheduler: str) -> None:
     sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
     made = sampler.images(pipe.unet, 4, 3, scheduler).pixels.permute(0, 2, 3, 1).numpy()
     own = pipe.scheduler
@@ -90,7 +57,7 @@ def test_it_makes_what_the_pipeline_makes(sampling: ModuleType, pipe: Any, sched
     assert np.abs(made[0].astype(int) - made[1]).max() > 50  # they do not all look the same
 
 
-def test_a_candidate_patches_a_copy(settings: ModuleType, sampling: ModuleType, pipe: Any) -> None:
+def test_a_candidate_patches_a_copy(pipe: Any) -> None:
     sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
     base = sampler.images(pipe.unet, 2, 2, "ddim").pixels
     candidate = settings.ours("half", ratio=0.5)
@@ -106,7 +73,7 @@ def test_a_candidate_patches_a_copy(settings: ModuleType, sampling: ModuleType, 
     settings.ours("a threshold", ratio=0.5, tau=0.5).apply(pipe, pipe.unet)  # asks the scheduler
 
 
-def test_models_take_turns_at_every_step(sampling: ModuleType, pipe: Any) -> None:
+def test_models_take_turns_at_every_step(pipe: Any) -> None:
     sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
     calls = []
 
@@ -125,7 +92,7 @@ def test_models_take_turns_at_every_step(sampling: ModuleType, pipe: Any) -> Non
     assert len(times["a"]) == len(times["b"]) == 2
 
 
-def test_whole_batches_make_the_same_images(sampling: ModuleType, pipe: Any) -> None:
+def test_whole_batches_make_the_same_images(pipe: Any) -> None:
     sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
     calls = []
 
@@ -139,7 +106,7 @@ def test_whole_batches_make_the_same_images(sampling: ModuleType, pipe: Any) -> 
     assert made.shape == wanted.shape and (made - wanted).abs().max() <= 1
 
 
-def test_repeats_share_the_steps_out(sampling: ModuleType, pipe: Any) -> None:
+def test_repeats_share_the_steps_out(pipe: Any) -> None:
     sampler = sampling.Sampler(pipe, CAPTIONS, size=64, batch=2)
     seen: list[int] = []
 
@@ -151,7 +118,7 @@ def test_repeats_share_the_steps_out(sampling: ModuleType, pipe: Any) -> None:
     assert len(times["a"]) == 3 and seen[1] > seen[2] and seen[3] > seen[4]
 
 
-def test_the_ratios_that_would_be_compiled(settings: ModuleType, pipe: Any) -> None:
+def test_the_ratios_that_would_be_compiled(pipe: Any) -> None:
     def ratios(**options: Any) -> set[float]:
         return settings.ours("", **options).ratios(pipe)
 
@@ -164,13 +131,13 @@ def test_the_ratios_that_would_be_compiled(settings: ModuleType, pipe: Any) -> N
 # The work and its parts
 
 
-def two_sections(work: ModuleType, settings: ModuleType) -> list[Any]:
+def two_sections() -> list[Any]:
     few = work.Section("ablations", 2, 50, "plms", settings.ablations())
     return [work.Section("paper", 4, 50, "plms", settings.paper()), few]
 
 
-def test_images_are_made_once(work: ModuleType, settings: ModuleType) -> None:
-    sections = two_sections(work, settings)
+def test_images_are_made_once() -> None:
+    sections = two_sections()
     found = work.jobs([*sections, work.Section("seed", 2, 50, "plms", settings.seed(0.5))])
     labels = [{named.label for _, named in job.rows} for job in found]
     assert {"random in 2x2", "everything", "levels 1-4", "flat 50 %"} in labels
@@ -182,8 +149,8 @@ def test_images_are_made_once(work: ModuleType, settings: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 40])
-def test_parts_make_everything_once(work: ModuleType, settings: ModuleType, parts: int) -> None:
-    found = work.jobs(two_sections(work, settings))
+def test_parts_make_everything_once(parts: int) -> None:
+    found = work.jobs(two_sections())
     shares = [work.of_part(found, (k, parts)) for k in range(1, parts + 1)]
     assert sorted(id(job) for share in shares for job in share) == sorted(map(id, found))
     bases = [any(job.candidate.variant == "unmerged" for job in share) for share in shares]
@@ -191,18 +158,14 @@ def test_parts_make_everything_once(work: ModuleType, settings: ModuleType, part
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/2/3"])
-def test_parts_are_checked(
-    quality: ModuleType, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert quality.parsed(["--part", "2/3"]).part == (2, 3)
     with pytest.raises(SystemExit):
         quality.parsed(["--part", text])
     assert "must be K/N with K from 1 to N" in capsys.readouterr().err
 
 
-def test_processes_wait_for_the_one_that_makes_images(
-    work: ModuleType, sampling: ModuleType, tmp_path: Path
-) -> None:
+def test_processes_wait_for_the_one_that_makes_images(tmp_path: Path) -> None:
     made = []
 
     def make() -> Any:
@@ -223,7 +186,7 @@ def test_processes_wait_for_the_one_that_makes_images(
     assert len(made) == before + 1  # there were too few
 
 
-def test_rows_are_taken_over_once(work: ModuleType, tmp_path: Path) -> None:
+def test_rows_are_taken_over_once(tmp_path: Path) -> None:
     one, two = (
         made_up("front", "tomesd", name, lpips=0.1, group="front") for name in ("one", "two")
     )
@@ -239,7 +202,7 @@ def test_rows_are_taken_over_once(work: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["paper", "ablations", "search"])
-def test_every_candidate_has_valid_settings(settings: ModuleType, name: str) -> None:
+def test_every_candidate_has_valid_settings(name: str) -> None:
     candidates = getattr(settings, name)()
     names = [(c.variant, c.group, c.label) for c in candidates]
     assert len(set(names)) == len(names)
@@ -249,16 +212,14 @@ def test_every_candidate_has_valid_settings(settings: ModuleType, name: str) -> 
             tomesd.Settings(**candidate.settings)
 
 
-def test_forty_percent_of_the_steps_lie_below_the_threshold(
-    work: ModuleType, settings: ModuleType, pipe: Any
-) -> None:
+def test_forty_percent_of_the_steps_lie_below_the_threshold(pipe: Any) -> None:
     tau = work.threshold(pipe, 0.4)
     noise = 1 - pipe.scheduler.alphas_cumprod
     assert (noise < tau).float().mean().item() == pytest.approx(0.4, abs=0.002)
     assert any(c.settings.get("tau") == tau for c in settings.seed(tau))
 
 
-def test_the_front_is_what_nothing_beats(quality: ModuleType) -> None:
+def test_the_front_is_what_nothing_beats() -> None:
     points = [(1.0, 0.10), (1.2, 0.05), (1.5, 0.20), (1.4, 0.30), (1.1, 0.01)]
     rows = [{"speedup": speed, "lpips": lpips} for speed, lpips in points]
     best = [(row["speedup"], row["lpips"]) for row in quality.pareto(rows, "speedup")]
@@ -299,15 +260,15 @@ def made_up(section: str, variant: str, label: str, **values: Any) -> dict[str, 
     return row
 
 
-def documents(module: ModuleType, folder: Path, rows: list[dict[str, Any]]) -> str:
+def documents(folder: Path, rows: list[dict[str, Any]]) -> str:
     """The text that comes of the rows; checked."""
     results = folder / "quality.jsonl"
     results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     docs = folder / "docs"
     docs.mkdir(exist_ok=True)
     where = ["--results", str(results), "--docs", str(docs)]
-    module.main(where)
-    module.main([*where, "--check"])
+    update_quality.main(where)
+    update_quality.main([*where, "--check"])
     text = (docs / "quality.md").read_text()
     figures = set(re.findall(r"figures/quality/(\w+\.svg)", text))
     assert {path.name for path in (docs / "figures" / "quality").glob("*")} == figures
@@ -315,13 +276,13 @@ def documents(module: ModuleType, folder: Path, rows: list[dict[str, Any]]) -> s
     return text
 
 
-def test_the_table_of_the_paper(update_quality: ModuleType, tmp_path: Path) -> None:
+def test_the_table_of_the_paper(tmp_path: Path) -> None:
     rows = [made_up("paper", "unmerged", "unmerged", fid=30.0, fid_unmerged=10.0)]
     for ratio, theirs, mine in ((0.1, 0.1, 0.05), (0.5, 0.2, 0.21)):
         common = {"settings": {"ratio": ratio}, "fid": 40.0, "psnr": 25.0, "speedup": 0.9}
         rows.append(made_up("paper", "original", f"0.1.3 {ratio}", lpips=theirs, **common))
         rows.append(made_up("paper", "tomesd", f"{ratio}", lpips=mine, **common))
-    text = documents(update_quality, tmp_path, rows)
+    text = documents(tmp_path, rows)
     assert "| 0 | unmerged | 30.00 ± 3.00 | 10.00 ± 1.00 | - |" in text
     line = next(line for line in text.splitlines() if line.startswith("| 10 | this library"))
     assert line.endswith("| 0.0500 ± 0.0050 | - | - | 0.90 ± 0.09 |")
@@ -332,19 +293,19 @@ def test_the_table_of_the_paper(update_quality: ModuleType, tmp_path: Path) -> N
     assert "a GPU: float16, torch 9.9, commit abc, 2025-01-01." in text
 
 
-def test_speeds_are_joined_to_images(update_quality: ModuleType, tmp_path: Path) -> None:
+def test_speeds_are_joined_to_images(tmp_path: Path) -> None:
     rows = []
-    for place, (variant, settings) in enumerate(
+    for place, (variant, options) in enumerate(
         {"unmerged": {}, "original": {"ratio": 0.5}, "tomesd": {"ratio": 0.5}}.items()
     ):
-        common: dict[str, Any] = {"settings": settings}
+        common: dict[str, Any] = {"settings": options}
         row = made_up("paper", variant, variant, fid=30.0, lpips=0.1, **common)
         rows.append({**row, "mode": "compiled", "base_mode": "compiled", "place": place})
         if variant != "unmerged":
             common |= {"speedup_unfused": 1.0 + place / 2, "speedup": 1.0 + place / 2}
         timed = made_up("speed", variant, "another name", step_ms_unfused=2.0, **common)
         rows.append({**timed, "mib_unfused": 40.0 / (1 + place), "commit": "def"})
-    text = documents(update_quality, tmp_path, [*reversed(rows)])
+    text = documents(tmp_path, [*reversed(rows)])
     lines = {line.split(" | ")[1]: line for line in text.splitlines() if line.count(" | ") > 9}
     assert lines["unmerged"].endswith("| 2.00 ms | 40.0 MiB | 1 |")
     assert lines["tomesd 0.1.3"].endswith("| 2.00 ms (67 %) | 20.0 MiB (50 %) | 1.50 ± 0.15 |")
@@ -364,21 +325,19 @@ def test_speeds_are_joined_to_images(update_quality: ModuleType, tmp_path: Path)
         (20.0, "not the order of the paper**."),
     ],
 )
-def test_orders_are_found_out(
-    update_quality: ModuleType, tmp_path: Path, all_layers: float, words: str
-) -> None:
+def test_orders_are_found_out(tmp_path: Path, all_layers: float, words: str) -> None:
     group = {"group": "layers"}
     rows = [
         made_up("ablations", "tomesd", "self-attention", fid=30.0, **group),
         made_up("ablations", "tomesd", "+ cross-attention", fid=1.0, **group),
         made_up("ablations", "tomesd", "everything", fid=all_layers, **group),
     ]
-    text = documents(update_quality, tmp_path, rows)
+    text = documents(tmp_path, rows)
     assert f"By FID: **{words}" in text
     assert "| + cross-attention | - | 1.00 ± 0.10 |" in text
 
 
-def test_variants_are_compared_at_equal_time(update_quality: ModuleType, tmp_path: Path) -> None:
+def test_variants_are_compared_at_equal_time(tmp_path: Path) -> None:
     rows = [
         made_up(
             "seed",
@@ -396,7 +355,7 @@ def test_variants_are_compared_at_equal_time(update_quality: ModuleType, tmp_pat
         made_up("seed", "tomesd", "alike", group="kmeans", lpips=0.21, speedup=1.3),
         made_up("seed", "tomesd", "fast", group="kmeans", lpips=0.9, speedup=1.5),
     ]
-    text = documents(update_quality, tmp_path, rows)
+    text = documents(tmp_path, rows)
     found = {line.split(" | ")[0][2:]: line for line in text.splitlines() if " | " in line}
     # Half of the way from 0.1 to 0.2; and from unmerged, at speed 1, to 0.1.
     assert "| 1.20x | better: the paper's has 0.1500 ± 0.0150 |" in found["good"]
@@ -419,44 +378,44 @@ def front_rows() -> list[dict[str, Any]]:
     ]
 
 
-def test_what_is_beaten_is_found_out(update_quality: ModuleType, tmp_path: Path) -> None:
-    text = " ".join(documents(update_quality, tmp_path, front_rows()).split())
+def test_what_is_beaten_is_found_out(tmp_path: Path) -> None:
+    text = " ".join(documents(tmp_path, front_rows()).split())
     assert "compared with tomesd 0.1.3: at every speed-up that it reaches, a setting" in text
     assert "0.5: beaten (1.20x, LPIPS 0.2000 ± 0.0200) by kv 0.4, LPIPS 0.1000 ± 0.0100;" in text
     assert "it never makes the model faster, in 1 setting." in text  # unfused
 
     rows = front_rows()
     rows[1] = made_up("front", "tomesd", "kv 0.4", speedup=1.3, lpips=0.1, fid=39.0)
-    text = " ".join(documents(update_quality, tmp_path, rows).split())
+    text = " ".join(documents(tmp_path, rows).split())
     assert "at 0 of 1 speed-ups that it reaches, a setting" in text
     assert "not clearly beaten" in text and "has LPIPS lower and FID not clearly lower" in text
 
     rows[1] = made_up("front", "tomesd", "kv 0.4", speedup=1.1, lpips=0.1, fid=10.0)
-    text = " ".join(documents(update_quality, tmp_path, rows).split())
+    text = " ".join(documents(tmp_path, rows).split())
     assert "not reached (1.20x, LPIPS 0.2000 ± 0.0200): none of ours is as fast" in text
 
 
-def test_the_last_of_equal_rows_counts(update_quality: ModuleType, tmp_path: Path) -> None:
+def test_the_last_of_equal_rows_counts(tmp_path: Path) -> None:
     old, new = (made_up("front", "tomesd", "a", lpips=v, fid=v, speedup=1.1) for v in (0.3, 0.4))
-    text = documents(update_quality, tmp_path, [old, new])
+    text = documents(tmp_path, [old, new])
     assert "| a | 0.4000" in text and "| a | 0.3000" not in text
 
 
-def test_the_search_shows_its_front(update_quality: ModuleType, tmp_path: Path) -> None:
+def test_the_search_shows_its_front(tmp_path: Path) -> None:
     points = {"a": (1.1, 0.1), "b": (1.3, 0.2), "c": (1.2, 0.3)}
     rows = [
         made_up("search", "tomesd", name, group="kv", speedup=speed, lpips=lpips)
         for name, (speed, lpips) in points.items()
     ]
-    text = documents(update_quality, tmp_path, rows)
+    text = documents(tmp_path, rows)
     assert re.findall(r"^\| this library \| (\w) ", text, re.MULTILINE) == ["a", "b"]
 
 
-def test_it_says_what_is_missing(update_quality: ModuleType, tmp_path: Path) -> None:
+def test_it_says_what_is_missing(tmp_path: Path) -> None:
     where = ["--results", str(tmp_path / "none.jsonl"), "--docs", str(tmp_path)]
     with pytest.raises(SystemExit, match=r"no such file; benchmarks/quality\.py makes it"):
         update_quality.main(where)
-    documents(update_quality, tmp_path, front_rows())
+    documents(tmp_path, front_rows())
     results, docs = tmp_path / "quality.jsonl", tmp_path / "docs"
     results.write_text(json.dumps(front_rows()[0]) + "\n")
     with pytest.raises(SystemExit, match="out of date"):

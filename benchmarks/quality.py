@@ -36,6 +36,7 @@ from torch import Tensor
 
 from tomesd.bench.measure import attempt, free_memory
 from tomesd.bench.rows import Row
+from tomesd.evaluation.figures import pareto_front
 
 TIMED = ("paper", "ablations", "seed", "front")
 SECTIONS = ("paper", "ablations", "seed", "search", "front", "speed")
@@ -140,11 +141,7 @@ def summary(row: Row) -> str:
 def pareto(rows: list[Row], speed: str) -> list[Row]:
     """Those that no other is both faster than and closer to the unmerged image, slowest first."""
     rows = [row for row in rows if row.get(speed) and row.get("lpips") is not None]
-    best: list[Row] = []
-    for row in sorted(rows, key=lambda row: (-row[speed], row["lpips"])):
-        if not best or row["lpips"] < best[-1]["lpips"]:
-            best.append(row)
-    return best[::-1]
+    return [rows[i] for i in pareto_front([(row[speed], row["lpips"]) for row in rows], "less")]
 
 
 def write_sheet(images: dict[str, Tensor], path: Path) -> None:

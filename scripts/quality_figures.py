@@ -45,8 +45,6 @@ def plot_paper(rows: list[Row], figures: Path) -> str:
                 one.axhline(row[name], color=COLOURS["unpatched"], lw=1, label="unmerged")
         one.set_xlabel("r %")
         one.set_ylabel(label)
-    if axes[0][0].get_legend_handles_labels()[0]:
-        axes[0][0].legend(frameon=False, fontsize=8)
     return saved(picture, figures, "paper.svg")
 
 
@@ -61,8 +59,6 @@ def plot_front(rows: list[Row], figures: Path) -> str:
             one.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
             one.set_xlabel(f"speed-up, {words}")
             one.set_ylabel(label)
-    if axes[0][0].get_legend_handles_labels()[0]:
-        axes[0][0].legend(frameon=False, fontsize=8)
     return saved(picture, figures, "front.svg")
 
 
@@ -82,11 +78,13 @@ def plot_search(rows: list[Row], figures: Path) -> str:
         one.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
         one.set_xlabel(f"speed-up, {words}")
         one.set_ylabel("LPIPS")
-    if axes[0][0].get_legend_handles_labels()[0]:
-        axes[0][0].legend(frameon=False, fontsize=8)
     return saved(picture, figures, "search.svg")
 
 
 def saved(picture: Any, figures: Path, name: str) -> str:
+    """With a legend in the first panel."""
+    first = picture.axes[0]
+    if first.get_legend_handles_labels()[0]:
+        first.legend(frameon=False, fontsize=8)
     save_figure(picture, figures / name)
     return f"figures/quality/{name}"

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 
 from tomesd.bench.rows import Row
+from tomesd.evaluation.figures import pareto_front
 
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
 SPEEDS = {"speedup": "fused attention", "speedup_unfused": "unfused attention"}
@@ -45,9 +46,5 @@ def name_of(row: Row) -> str:
 
 def pareto(rows: list[Row], speed: str) -> list[Row]:
     """Those that no other is both faster and closer than, slowest first."""
-    best: list[Row] = []
-    known = [row for row in rows if has(row, speed)]
-    for row in sorted(known, key=lambda row: (-row[speed], row["lpips"])):
-        if not best or row["lpips"] < best[-1]["lpips"]:
-            best.append(row)
-    return best[::-1]
+    known = [row for row in rows if has(row, speed, "lpips")]
+    return [known[i] for i in pareto_front([(row[speed], row["lpips"]) for row in known], "less")]

@@ -93,30 +93,30 @@ def require_plan_of_float64(
     best = score.max(dim=3).values
     # Sums of so many products, 16 at a time, in float32, each rounded or cut off.
     bound = 2.0**-21 * (4 + metric.shape[2] / 16)
-    slots = (cells.tokens - remove) // windows
-    first_dst = slots - cells.count // windows
-    corner = torch.arange(windows, device=metric.device)[:, None] * slots
-    of_dst = plan.slot.gather(1, dst.flatten(1)).view_as(dst) - corner
-    expected = torch.arange(first_dst, slots, device=metric.device)
+    first_dst = cells.tokens - remove - cells.count
+    of_dst = plan.slot.gather(1, dst.flatten(1))
+    expected = first_dst + torch.arange(cells.count, device=metric.device)
     require((of_dst == expected).all(), f"{name}: destinations are not in their slots")
-    of_src = plan.slot.gather(1, src.flatten(1)).view_as(src) - corner
+    of_src = plan.slot.gather(1, src.flatten(1)).view_as(src)
     merged = of_src >= first_dst
-    require((merged.sum(2) == remove // windows).all(), f"{name}: not {remove} tokens removed")
-    chosen = score.gather(3, (of_src - first_dst).clamp_min(0).unsqueeze(3)).squeeze(3)
+    require((merged.sum((1, 2)) == remove).all(), f"{name}: not {remove} tokens removed")
+    first = torch.arange(windows, device=metric.device)[:, None] * (cells.count // windows)
+    of_window = of_src - first_dst - first  # which of its window's destinations
+    inside = (of_window >= 0) & (of_window < cells.count // windows)
+    require(inside[merged].all(), f"{name}: a token is merged into one of another window")
+    chosen = score.gather(3, torch.where(merged, of_window, 0).unsqueeze(3)).squeeze(3)
     require(
         (best - chosen <= bound)[merged].all(), f"{name}: a token is not merged into its best match"
     )
-    last = torch.where(merged, best, 2.0).min(dim=2).values
-    left = torch.where(merged, -2.0, best).max(dim=2).values
+    last = torch.where(merged, best, 2.0).amin((1, 2))
+    left = torch.where(merged, -2.0, best).amax((1, 2))
     require((left - last <= bound).all(), f"{name}: not the most similar tokens are merged")
     # Those that stay are numbered by falling similarity.
-    kept = torch.empty_like(best[..., :first_dst]).flatten(0, 1)
-    for window, (own, values) in enumerate(
-        zip(of_src.flatten(0, 1), best.flatten(0, 1), strict=True)
-    ):
-        stays = own < first_dst
-        kept[window, own[stays]] = values[stays]
-    require((kept[:, 1:] - kept[:, :-1] <= bound).all(), f"{name}: the rest is in a wrong order")
+    stays = ~merged.flatten(1)
+    for own, values, here in zip(of_src.flatten(1), best.flatten(1), stays, strict=True):
+        kept = torch.empty_like(values[:first_dst])
+        kept[own[here]] = values[here]
+        require((kept[1:] - kept[:-1] <= bound).all(), f"{name}: the rest is in a wrong order")
 
 
 def check_repeats(device: torch.device) -> None:

@@ -21,7 +21,7 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Cells, int, Tensor]:
     batch = draw(st.integers(1, 3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     metric = torch.randn(batch, cells.h * cells.w, 5, generator=generator, dtype=torch.float64)
-    remove = draw(st.integers(1, cells.sources // cells.windows)) * cells.windows
+    remove = draw(st.integers(1, cells.sources))
     shared = draw(st.booleans())
     shape = (1 if shared else batch, cells.count)
     return metric, cells, remove, torch.randint(cells.choices, shape, generator=generator)
@@ -34,42 +34,45 @@ def plan_of(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> Merge
 def slow_slots(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> list[set[frozenset]]:
     """The groups of tokens of each image, found with loops, as the paper describes them."""
     batches = []
-    one = cells.window
     for b in range(metric.shape[0]):
-        groups: set[frozenset] = set()
-        for number in range(cells.windows):
-            top, left = divmod(number, cells.across)
-            tokens = [
-                (top * one.h + y) * cells.w + left * one.w + x
-                for y in range(one.h)
-                for x in range(one.w)
-            ]
-            chosen = offsets[b % offsets.shape[0]].view(cells.windows, -1)[number]
-            found = slow_window(metric[b, tokens], one, remove // cells.windows, chosen.tolist())
-            groups |= {frozenset(tokens[i] for i in group) for group in found}
-        batches.append(groups)
+        best: dict[int, tuple[float, int]] = {}
+        groups: dict[int, set[int]] = {}
+        for window, tokens in enumerate(windows_of(cells)):
+            chosen = offsets[b % offsets.shape[0]].view(cells.windows, -1)[window]
+            dst = [tokens[i] for i in slow_destinations(cells.window, chosen.tolist())]
+            groups |= {d: {d} for d in dst}
+            for s in set(tokens) - set(dst):
+                similarity = [
+                    torch.nn.functional.cosine_similarity(metric[b, s], metric[b, d], dim=0).item()
+                    for d in dst
+                ]
+                best[s] = max(zip(similarity, dst, strict=True))
+        ranked = sorted(best, key=lambda s: best[s][0], reverse=True)
+        for s in ranked[:remove]:
+            groups[best[s][1]].add(s)
+        alone = {frozenset({s}) for s in ranked[remove:]}
+        batches.append({frozenset(g) for g in groups.values()} | alone)
     return batches
 
 
-def slow_window(metric: Tensor, cells: Cells, remove: int, offsets: list[int]) -> set[frozenset]:
-    """The groups in one window, by tokens counted in it."""
+def windows_of(cells: Cells) -> list[list[int]]:
+    """The tokens of each window."""
+    one = cells.window
+    corners = [divmod(number, cells.across) for number in range(cells.windows)]
+    return [
+        [(top * one.h + y) * cells.w + left * one.w + x for y in range(one.h) for x in range(one.w)]
+        for top, left in corners
+    ]
+
+
+def slow_destinations(cells: Cells, offsets: list[int]) -> list[int]:
+    """The destinations in one window, counted in it."""
     dst = []
     for i, offset in enumerate(offsets):
         row, column = divmod(i, cells.w // cells.sx)
         y, x = divmod(offset, cells.sx)
         dst.append((row * cells.sy + y) * cells.w + column * cells.sx + x)
-    src = [n for n in range(metric.shape[0]) if n not in dst]
-    best = {}
-    for s in src:
-        similarity = [
-            torch.nn.functional.cosine_similarity(metric[s], metric[d], dim=0).item() for d in dst
-        ]
-        best[s] = max(zip(similarity, dst, strict=True))
-    groups = {d: {d} for d in dst}
-    ranked = sorted(src, key=lambda s: best[s][0], reverse=True)
-    for s in ranked[:remove]:
-        groups[best[s][1]].add(s)
-    return {frozenset(g) for g in groups.values()} | {frozenset({s}) for s in ranked[remove:]}
+    return dst
 
 
 def groups_of(plan: MergePlan) -> list[set[frozenset]]:
@@ -141,27 +144,23 @@ def test_permuting_the_batch_permutes_the_plan(problem, random):
 def test_windows_tile_the_grid_and_are_not_smaller_than_asked_for(cells):
     assert cells.h % cells.down == cells.w % cells.across == 0
     assert cells.window.tokens * cells.windows == cells.tokens
-    assert cells.removable(0.5) % cells.windows == 0
+    assert cells.removable(0.5, even=True) % cells.windows == 0
 
 
 @pytest.mark.parametrize(
-    ("side", "window", "ratio", "removed"),
+    ("side", "window", "ratio", "removed", "evenly"),
     [
-        (64, 8, 0.1, 64 * 7),  # of 6.4 in each window
-        (64, 8, 0.2, 64 * 13),
-        (64, 8, 0.25, 64 * 16),
-        (64, 8, 0.5, 64 * 32),
-        (20, 10, 0.07, 4 * 7),  # 100 * 0.07 is a little more than 7
-        (64, 8, 0.75, 64 * 48),
-        (64, 8, 0.9, 64 * 48),  # sources
-        (64, 8, 0.0, 0),
-        (64, 0, 0.1, 409),  # of 409.6
-        (64, 0, 0.3, 1228),
-        (7, 8, 0.5, 24),
+        (64, 8, 0.1, 409, 64 * 6),  # of 409.6, and of 6.4 in each window
+        (64, 8, 0.25, 1024, 1024),
+        (64, 8, 0.9, 3072, 3072),  # sources
+        (64, 8, 0.0, 0, 0),
+        (64, 0, 0.3, 1228, 1228),
+        (7, 8, 0.5, 24, 24),
     ],
 )
-def test_windows_round_up_what_they_remove_and_the_whole_image_down(side, window, ratio, removed):
-    assert Cells.of(side, side, 2, 2, window).removable(ratio) == removed
+def test_how_many_tokens_a_ratio_removes(side, window, ratio, removed, evenly):
+    cells = Cells.of(side, side, 2, 2, window)
+    assert (cells.removable(ratio), cells.removable(ratio, even=True)) == (removed, evenly)
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,8 @@ class Frame:
         for kind in settings.kinds:
             wanted = settings.ratio_of(kind, level, ratio)
             kinds[wanted] = (*kinds.get(wanted, ()), kind)
-        removes = {kinds: cells.removable(wanted) for wanted, kinds in kinds.items()}
+        even = settings.selector == "kmeans"  # the same number of clusters in each window
+        removes = {kinds: cells.removable(wanted, even) for wanted, kinds in kinds.items()}
         return {kinds: remove for kinds, remove in removes.items() if remove > 0}
 
     @property

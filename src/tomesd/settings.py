@@ -231,9 +231,6 @@ class Settings:
         """Least side of the windows, 0 for one of them."""
         if self.window is not None:
             return self.window
-        # Every window removes as many tokens as the next, even one that is protected all over.
-        if self.protect is not None:
-            return 0
         return 8 if 3 * self.ratio <= 2 * self.ratio_cap else 0
 
     @property

@@ -172,15 +172,14 @@ def match_tokens(
     refresh: int = 1,
     triton: bool = False,
 ) -> None:
-    """Merges the sources that are most similar to a destination into it, the same number in each
-    window.
+    """Merges the sources that are most similar to a destination of their window into it.
 
     One token of each cell is a destination (dst), all others are sources (src).
     (Bolya and Hoffman, Token Merging for Fast Stable Diffusion, 2023, section 4.)
 
     Args:
         metric: what similarity is measured on, by cosine, `[B, N, C]`.
-        remove: tokens to remove, a multiple of the windows, at most `cells.sources`.
+        remove: tokens to remove, at most `cells.sources`.
         plan: where to write slot `[B, N]` int64, order `[B, N]` and start `[B, N - remove + 1]`
             int32; see `MergePlan`.
         timestep: `[]` or `[T]`.

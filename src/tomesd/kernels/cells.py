@@ -1,6 +1,5 @@
 """The cells of a token grid: where the destinations of the bipartite selector are."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["Cells"]
 
-# A program compares the sources of its window with each other: more do not fit into its registers.
+# More scores of sources and destinations do not fit into the registers of a program.
 _MOST_SOURCES = 128
 
 
@@ -80,21 +79,19 @@ class Cells:
 
     @property
     def fits_one_program(self) -> bool:
-        """Of a window: whether it is small enough to be matched by one program of a GPU."""
+        """Of a window: whether one program of a GPU can hold all of its scores."""
         count = self.count
         return max(self.tokens - count, count) <= _MOST_SOURCES
 
-    def removable(self, ratio: float) -> int:
+    def removable(self, ratio: float, even: bool = False) -> int:
         """Tokens that `ratio` removes, never more than sources.
 
-        Windows remove the same number each, rounded up to whole tokens; one window rounds down, as
-        in the original.
+        Args:
+            even: as many in each window.
         """
-        if self.windows == 1:
-            return min(int(self.tokens * ratio), self.sources)
-        # 100 * 0.07 is a little more than 7, and still means 7.
-        per_window = math.ceil(self.tokens // self.windows * ratio - 1e-9)
-        return min(per_window * self.windows, self.sources)
+        if even:
+            return min(int(self.tokens // self.windows * ratio) * self.windows, self.sources)
+        return min(int(self.tokens * ratio), self.sources)
 
     def split(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Token numbers of sources and destinations, window by window.

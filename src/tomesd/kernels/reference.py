@@ -38,10 +38,10 @@ def match_tokens(
     if clock is not None and _plan_is_fresh(clock, timestep, refresh):
         return
     offsets = _offsets(metric, timestep, offsets, cells, key)
-    # Each window is an image of its own, [B, W, ...] of [B * W, ...], until slots are given out.
     src, dst = (index.expand(batch, -1, -1) for index in cells.split(offsets))
     windows, each = cells.windows, cells.tokens // cells.windows
     direction = _direction(metric)
+    # Each window is searched as an image of its own, [B * W, ...].
     rows, columns = (
         slot_gather(direction, index.flatten(1)).view(batch * windows, -1, channels)
         for index in (src, dst)
@@ -49,20 +49,20 @@ def match_tokens(
     # A tile of scores as large as the tokens themselves: below what the layer needs anyway.
     tile = max(1, each * channels // columns.shape[1])
     score, match = (found.view(batch, windows, -1) for found in best_match(rows, columns, tile))
-    # Slots of a window are numbered as the original orders its tokens: kept sources by falling
-    # similarity, then the destinations.
-    ranked = score.argsort(dim=2, descending=True, stable=True)
-    merged, kept = ranked[..., : remove // windows], ranked[..., remove // windows :]
-    first_dst = kept.shape[2]
-    slots = each - remove // windows
-    window = torch.arange(windows, device=slot.device)[:, None] * slots
-    number = torch.arange(slots, device=slot.device) + window
+    match = match + torch.arange(windows, device=slot.device)[:, None] * dst.shape[2]
+    src, dst, score, match = (found.flatten(1) for found in (src, dst, score, match))
+    # Slots are numbered as the original orders its tokens: kept sources by falling similarity, then
+    # the destinations.
+    ranked = score.argsort(dim=1, descending=True, stable=True)
+    merged, kept = ranked[:, :remove], ranked[:, remove:]
+    first_dst = kept.shape[1]
+    number = torch.arange(n - remove, device=slot.device).expand(batch, -1)
     for tokens, given in (
-        (dst, number[:, first_dst:].expand(batch, -1, -1)),
-        (src.gather(2, kept), number[:, :first_dst].expand(batch, -1, -1)),
-        (src.gather(2, merged), match.gather(2, merged) + first_dst + window),
+        (dst, number[:, first_dst:]),
+        (src.gather(1, kept), number[:, :first_dst]),
+        (src.gather(1, merged), match.gather(1, merged) + first_dst),
     ):
-        slot.scatter_(1, tokens.flatten(1), given.flatten(1))
+        slot.scatter_(1, tokens, given)
     for out, found in zip((order, start), members(slot, n - remove), strict=True):
         out.copy_(found)
 

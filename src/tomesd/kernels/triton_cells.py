@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .draw import MASK, MULTIPLIERS
 
-__all__ = ["dst_token", "inverse_length", "src_token", "window_corner"]
+__all__ = ["dst_token", "inverse_length", "src_token"]
 
 _MASK = tl.constexpr(MASK)
 _M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
@@ -49,10 +49,10 @@ def inverse_length(squares):
 
 
 @triton.jit
-def window_corner(h, w, across):
-    """First token of the window that this program works on, of h x w tokens each."""
-    window = tl.program_id(1)
-    return (window // across) * h * (across * w) + (window % across) * w
+def _in_window(y_x, window, h, w, across):
+    """A token of the image: row and column of its window, as y * w + x, and the window itself."""
+    y = (window // across) * h + y_x // w
+    return y * (across * w) + (window % across) * w + y_x % w
 
 
 @triton.jit
@@ -62,17 +62,21 @@ def dst_token(
     time,
     key,
     row,
-    stride,
+    h,
+    w,
+    windows,
+    across,
     columns,
     count,
     sy: tl.constexpr,
     sx: tl.constexpr,
 ):
-    """Destination d of a window, counted from its corner: the chosen token of cell d."""
-    cell = tl.program_id(1) * count + d
-    cells = tl.num_programs(1) * count
-    inside = offset(cell, d < count, row, cells, offsets, time, key, sy * sx)
-    return ((d // columns) * sy + inside // sx) * stride + (d % columns) * sx + inside % sx
+    """Destination d, counted window by window: the chosen token of cell d."""
+    cells = windows * count
+    inside = offset(d, d < cells, row, cells, offsets, time, key, sy * sx)
+    i = d % count
+    y, x = (i // columns) * sy + inside // sx, (i % columns) * sx + inside % sx
+    return _in_window(y * w + x, d // count, h, w, across)
 
 
 @triton.jit
@@ -84,26 +88,31 @@ def src_token(
     row,
     h,
     w,
-    stride,
+    windows,
+    across,
     columns,
     count,
     sy: tl.constexpr,
     sx: tl.constexpr,
 ):
-    """Source s of a window, counted from its corner: the rest of each cell, then the left over."""
+    """Source s, counted window by window: the rest of each cell, then what belongs to none."""
     others: tl.constexpr = sy * sx - 1
     per_cell: tl.constexpr = others if others > 0 else 1
+    sources = h * w - count
+    window = s // sources
+    i = s % sources
     in_cells = count * others
-    d = s // per_cell
-    cell = tl.program_id(1) * count + d
-    cells = tl.num_programs(1) * count
-    first = offset(cell, s < in_cells, row, cells, offsets, time, key, sy * sx)
-    inside = (first + s % per_cell + 1) % (sy * sx)
-    of_cell = ((d // columns) * sy + inside // sx) * stride + (d % columns) * sx + inside % sx
-    i = s - in_cells
+    d = i // per_cell
+    valid = (window < windows) & (i < in_cells)
+    cell = window * count + d
+    first = offset(cell, valid, row, windows * count, offsets, time, key, sy * sx)
+    inside = (first + i % per_cell + 1) % (sy * sx)
+    of_cell = ((d // columns) * sy + inside // sx) * w + (d % columns) * sx + inside % sx
+    i -= in_cells
     rows = (h // sy) * sy
     strip = w - columns * sx  # width of the strip to the right of the cells
-    right = (i // tl.maximum(strip, 1)) * stride + columns * sx + i % tl.maximum(strip, 1)
+    right = (i // tl.maximum(strip, 1)) * w + columns * sx + i % tl.maximum(strip, 1)
     below = i - rows * strip
-    bottom = (rows + below // w) * stride + below % w
-    return tl.where(s < in_cells, of_cell, tl.where(i < rows * strip, right, bottom))
+    bottom = (rows + below // w) * w + below % w
+    y_x = tl.where(i < 0, of_cell, tl.where(i < rows * strip, right, bottom))
+    return _in_window(y_x, window, h, w, across)

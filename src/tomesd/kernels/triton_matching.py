@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .cells import Cells
 from .triton_launch import as_it_is
-from .triton_search import search_windows
-from .triton_windows import match_windows
+from .triton_ranking import rank_sources
+from .triton_search import search
 
 __all__ = ["match_tokens", "match_tokens_op"]
 
@@ -61,23 +61,14 @@ def match_tokens(
         times = int(timestep.shape[0])
         block = triton.next_power_of_2(times)
         wrap_triton(_tick)[(1,)](clock, timestep, refresh, times, BLOCK=block)
-    window = cells.window
-    destinations = _destinations(metric, timestep, offsets, cells, window, key)
+    destinations = _destinations(metric, timestep, offsets, cells, key)
+    score, match = search(metric, cells, destinations, clock, wrap_triton)
     plan = {"slot": slot, "order": order, "start": start}
-    in_window = remove // cells.windows
-    if window.fits_one_program:
-        match_windows(metric, cells, in_window, destinations, plan, clock, wrap_triton)
-    else:
-        search_windows(metric, cells, in_window, destinations, plan, clock, wrap_triton)
+    rank_sources(score, match, cells, remove, destinations, plan, clock, wrap_triton)
 
 
 def _destinations(
-    metric: Tensor,
-    timestep: Tensor | None,
-    offsets: Tensor | None,
-    cells: Cells,
-    window: Cells,
-    key: int,
+    metric: Tensor, timestep: Tensor | None, offsets: Tensor | None, cells: Cells, key: int
 ) -> dict[str, Any]:
     """The arguments by which kernels know the windows and the destinations in them."""
     if offsets is not None:
@@ -85,6 +76,7 @@ def _destinations(
     elif timestep is None:
         timestep = metric.new_zeros(1, dtype=torch.float32)
     batch, draws = metric.shape[0], timestep.shape[0]
+    window = cells.window
     return {
         "offsets": offsets,
         "timestep": timestep,
@@ -93,6 +85,7 @@ def _destinations(
         "rows": batch // draws if batch % draws == 0 else batch,
         "h": window.h,
         "w": window.w,
+        "windows": cells.windows,
         "across": cells.across,
         "columns": window.w // cells.sx,
         "count": window.count,

@@ -42,7 +42,7 @@ def make_plan(metric: Tensor, cells: Cells, remove: int) -> MergePlan:
         metric.shape[0], cells.tokens, cells.tokens - remove, metric.device, True
     )
     timestep = torch.tensor([TIME], device=metric.device)
-    lists = (plan.slot, plan.order, plan.start)
+    lists = (plan.slot, plan.order, plan.span)
     kernels.match_tokens(metric, cells, remove, lists, timestep=timestep, key=KEY, triton=True)
     return plan
 
@@ -127,7 +127,7 @@ def check_repeats(device: torch.device) -> None:
         runs = []
         for _ in range(5):
             plan = make_plan(metric, cells, cells.removable(0.5))
-            runs.append((plan.slot, plan.order, plan.start, plan.merge(metric)))
+            runs.append((plan.slot, plan.order, plan.span, plan.merge(metric)))
         same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
         require(same, f"{dtype}, {channels} channels, {cells}: other bits in another run")
         count += 1
@@ -140,9 +140,9 @@ def check_merging(device: torch.device) -> None:
     for dtype, channels, cells in problems(device):
         x = random(2, cells.tokens, channels, dtype=dtype, device=device)
         plan = make_plan(x, cells, cells.removable(0.5))
-        y = random(2, plan.start.shape[1] - 1, channels, dtype=dtype, device=device, seed=1)
+        y = random(2, plan.span.shape[1], channels, dtype=dtype, device=device, seed=1)
         merged = plan.merge(x)
-        lists = (plan.slot, plan.order, plan.start)
+        lists = (plan.slot, plan.order, plan.span)
         for name, operands, rest in (
             ("slot_mean", (x,), lists),
             ("slot_gather", (y,), (plan.slot,)),

@@ -43,20 +43,19 @@ def test_every_slot_is_used_their_number_is_exact_and_lists_agree(selector, prob
     plan = selector(metric, cells, remove, **drawn)
     slots = cells.tokens - remove
     assert plan.slot.shape == plan.order.shape == metric.shape[:2]
-    assert plan.start.shape == (metric.shape[0], slots + 1)
-    assert (plan.slot.dtype, plan.order.dtype, plan.start.dtype) == (
+    assert plan.span.shape == (metric.shape[0], slots, 2)
+    assert (plan.slot.dtype, plan.order.dtype, plan.span.dtype) == (
         torch.int64,
         torch.int32,
         torch.int32,
     )
-    assert all(part.is_contiguous() for part in (plan.slot, plan.order, plan.start))
-    for slot, order, start in zip(
-        plan.slot.tolist(), plan.order.tolist(), plan.start.tolist(), strict=True
+    assert all(part.is_contiguous() for part in (plan.slot, plan.order, plan.span))
+    for slot, order, span in zip(
+        plan.slot.tolist(), plan.order.tolist(), plan.span.tolist(), strict=True
     ):
         assert set(slot) == set(range(slots))
-        assert start[0] == 0 and start[-1] == cells.tokens
-        for m in range(slots):
-            listed = order[start[m] : start[m + 1]]
+        for m, (first, size) in enumerate(span):
+            listed = order[first : first + size]
             assert listed and sorted(listed) == [n for n, s in enumerate(slot) if s == m]
 
 
@@ -93,7 +92,7 @@ def test_compiles_into_one_graph_with_the_same_result(
 
     def merge(metric: Tensor, x: Tensor, timestep: Tensor) -> tuple[Tensor, ...]:
         plan = selector(metric, cells, remove, timestep=timestep, key=5)
-        return plan.slot, plan.order, plan.start, plan.unmerge(plan.merge(x))
+        return plan.slot, plan.order, plan.span, plan.unmerge(plan.merge(x))
 
     compiled = torch.compile(merge, fullgraph=True, backend=compiler)
     for time in (3, 4):

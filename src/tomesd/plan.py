@@ -22,10 +22,10 @@ class MergePlan:
     """Slot of each token, `[B, N]`, int64 in `[0, M)`. Every slot has at least one token."""
 
     order: Tensor
-    """The tokens listed slot by slot, `[B, N]`, int32."""
+    """The tokens, those of a slot beside each other, `[B, N]`, int32."""
 
-    start: Tensor
-    """Where each slot's tokens begin in `order`, and N at the end, `[B, M + 1]`, int32."""
+    span: Tensor
+    """Where each slot's tokens begin in `order`, and how many they are, `[B, M, 2]`, int32."""
 
     triton: bool = False
     """Whether the Triton kernels do the work."""
@@ -38,14 +38,14 @@ class MergePlan:
         return cls(
             torch.empty(batch, n, dtype=torch.int64, device=device),
             torch.empty(batch, n, dtype=torch.int32, device=device),
-            torch.empty(batch, slots + 1, dtype=torch.int32, device=device),
+            torch.empty(batch, slots, 2, dtype=torch.int32, device=device),
             triton,
         )
 
     @property
     def size(self) -> Tensor:
         """Tokens in each slot, `[B, M]`."""
-        return self.start[:, 1:] - self.start[:, :-1]
+        return self.span[..., 1]
 
     def fits(self, x: Tensor) -> bool:
         """Whether `x` holds the tokens `[B, N, ...]` that this plan was made for."""
@@ -53,7 +53,7 @@ class MergePlan:
 
     def merge(self, x: Tensor) -> Tensor:
         """Mean of each slot's tokens: `[B, N, C]` to `[B, M, C]`."""
-        return kernels.slot_mean(x, self.slot, self.order, self.start, self.triton)
+        return kernels.slot_mean(x, self.slot, self.order, self.span, self.triton)
 
     def unmerge(self, y: Tensor) -> Tensor:
         """Gives every token what its slot got: `[B, M, C]` to `[B, N, C]`."""

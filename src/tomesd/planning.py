@@ -53,7 +53,7 @@ def _keep_plan(frame: Frame, x: Tensor, remove: int) -> MergePlan:
             _metric(frame, x),
             frame.cells,
             remove,
-            (kept.slot, kept.order, kept.start),
+            (kept.slot, kept.order, kept.span),
             timestep=timestep,
             key=_key(frame),
             clock=clock,
@@ -66,7 +66,7 @@ def _keep_plan(frame: Frame, x: Tensor, remove: int) -> MergePlan:
     keep = (time < clock[2:]).all() & (clock[1] < settings.refresh)
     clock[1] = torch.where(keep, clock[1] + 1, 1.0)
     clock[2:] = time
-    for old, new in ((kept.slot, made.slot), (kept.order, made.order), (kept.start, made.start)):
+    for old, new in ((kept.slot, made.slot), (kept.order, made.order), (kept.span, made.span)):
         old.copy_(torch.where(keep, old, new))
     return kept
 

@@ -128,7 +128,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 
 @torch.library.custom_op(
-    "tomesd::match_tokens", mutates_args=("slot", "order", "start", "clock"), device_types=None
+    "tomesd::match_tokens", mutates_args=("slot", "order", "span", "clock"), device_types=None
 )
 def _match_tokens(
     metric: Tensor,
@@ -136,7 +136,7 @@ def _match_tokens(
     offsets: Tensor | None,
     slot: Tensor,
     order: Tensor,
-    start: Tensor,
+    span: Tensor,
     clock: Tensor | None,
     h: int,
     w: int,
@@ -151,7 +151,7 @@ def _match_tokens(
 ) -> None:
     implementation = _triton_matching() if triton else reference
     cells = Cells(h, w, sy, sx, down, across)
-    rest = (slot, order, start, clock, cells, remove, key, refresh)
+    rest = (slot, order, span, clock, cells, remove, key, refresh)
     _launch(implementation.match_tokens, metric, timestep, offsets, *rest)
 
 
@@ -180,7 +180,7 @@ def match_tokens(
     Args:
         metric: what similarity is measured on, by cosine, `[B, N, C]`.
         remove: tokens to remove, at most `cells.sources`.
-        plan: where to write slot `[B, N]` int64, order `[B, N]` and start `[B, N - remove + 1]`
+        plan: where to write slot `[B, N]` int64, order `[B, N]` and span `[B, N - remove, 2]`
             int32; see `MergePlan`.
         timestep: `[]` or `[T]`.
         key: draws the destinations, together with the timestep; negative: the top left of each
@@ -203,14 +203,14 @@ def match_tokens(
 
 
 @torch.library.custom_op("tomesd::slot_mean", mutates_args=())
-def _slot_mean(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
-    mean: Tensor = _launch(_triton_merging().slot_mean, x, slot, order, start)
+def _slot_mean(x: Tensor, slot: Tensor, order: Tensor, span: Tensor) -> Tensor:
+    mean: Tensor = _launch(_triton_merging().slot_mean, x, slot, order, span)
     return mean
 
 
 @_slot_mean.register_fake
-def _(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], start.shape[1] - 1, x.shape[2])
+def _(x: Tensor, slot: Tensor, order: Tensor, span: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], span.shape[1], x.shape[2])
 
 
 _slot_mean.register_autograd(
@@ -218,28 +218,26 @@ _slot_mean.register_autograd(
 )
 
 
-def slot_mean(
-    x: Tensor, slot: Tensor, order: Tensor, start: Tensor, triton: bool = False
-) -> Tensor:
+def slot_mean(x: Tensor, slot: Tensor, order: Tensor, span: Tensor, triton: bool = False) -> Tensor:
     """Mean of the tokens in each slot.
 
     Args:
         x: tokens, `[B, N, C]`.
-        slot, order, start: see `MergePlan`.
+        slot, order, span: see `MergePlan`.
         triton: as `use_triton` says.
 
     Returns:
         `[B, M, C]`, in the dtype of `x`.
     """
     if not triton:
-        return reference.slot_mean(x, slot, order, start)
+        return reference.slot_mean(x, slot, order, span)
     if _is_launched_here(x) and not _wants_gradient(x):
-        mean: Tensor = _launch(_triton_merging().slot_mean, x, slot, order, start)
+        mean: Tensor = _launch(_triton_merging().slot_mean, x, slot, order, span)
         return mean
     if _is_launched_by_compiler(x):
-        compiled: Tensor = torch.ops.tomesd.slot_mean_triton(x, slot, order, start)
+        compiled: Tensor = torch.ops.tomesd.slot_mean_triton(x, slot, order, span)
         return compiled
-    return _slot_mean(x, slot, order, start)
+    return _slot_mean(x, slot, order, span)
 
 
 def slot_gather(y: Tensor, slot: Tensor, triton: bool = False) -> Tensor:

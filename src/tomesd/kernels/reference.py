@@ -26,7 +26,7 @@ def match_tokens(
     offsets: Tensor | None,
     slot: Tensor,
     order: Tensor,
-    start: Tensor,
+    span: Tensor,
     clock: Tensor | None,
     cells: Cells,
     remove: int,
@@ -63,7 +63,7 @@ def match_tokens(
         (src.gather(1, merged), match.gather(1, merged) + first_dst),
     ):
         slot.scatter_(1, tokens, given)
-    for out, found in zip((order, start), members(slot, n - remove), strict=True):
+    for out, found in zip((order, span), members(slot, n - remove), strict=True):
         out.copy_(found)
 
 
@@ -138,22 +138,22 @@ def members(slot: Tensor, slots: int) -> tuple[Tensor, Tensor]:
         slot: slot of each token, `[B, N]`.
 
     Returns:
-        order `[B, N]`, the tokens listed slot by slot, and start `[B, slots + 1]`, where each
-        slot's list begins; both int32.
+        order and span of a `MergePlan`.
     """
     order = slot.argsort(dim=1, stable=True)
-    counts = torch.zeros(slot.shape[0], slots + 1, dtype=torch.int64, device=slot.device)
-    counts.scatter_add_(1, slot + 1, torch.ones_like(slot))
-    return order.int(), counts.cumsum(1).int()
+    size = torch.zeros(slot.shape[0], slots, dtype=torch.int64, device=slot.device)
+    size.scatter_add_(1, slot, torch.ones_like(slot))
+    first = size.cumsum(1) - size
+    return order.int(), torch.stack([first, size], dim=2).int()
 
 
-def slot_mean(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
+def slot_mean(x: Tensor, slot: Tensor, order: Tensor, span: Tensor) -> Tensor:
     """Mean of the tokens in each slot: `[B, N, C]` to `[B, M, C]`, in the dtype of `x`."""
     # A slot may hold thousands of tokens: half precision could overflow, and would drop bits.
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    total = wide.new_zeros(x.shape[0], start.shape[1] - 1, x.shape[2])
+    total = wide.new_zeros(x.shape[0], span.shape[1], x.shape[2])
     total = total.scatter_add(1, slot.unsqueeze(-1).expand(-1, -1, x.shape[2]), wide)
-    size = start[:, 1:] - start[:, :-1]
+    size = span[..., 1]
     return (total / size.unsqueeze(-1).to(total.dtype)).to(x.dtype)
 
 
@@ -169,12 +169,12 @@ def slot_restore(x: Tensor, y: Tensor, merged: Tensor, slot: Tensor) -> Tensor:
 
 def keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """Setup of `slot_mean_backward`, for operators with the arguments of `slot_mean`."""
-    _, slot, _, start = inputs
-    ctx.save_for_backward(slot, start)
+    _, slot, _, span = inputs
+    ctx.save_for_backward(slot, span)
 
 
 def slot_mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """A token of a slot with k tokens gets 1 / k of its gradient."""
-    slot, start = ctx.saved_tensors
-    size = start[:, 1:] - start[:, :-1]
+    slot, span = ctx.saved_tensors
+    size = span[..., 1]
     return slot_gather(grad / size.unsqueeze(-1).to(grad.dtype), slot), None, None, None

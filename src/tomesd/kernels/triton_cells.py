@@ -3,12 +3,15 @@
 # Kernels are Triton's language, not Python's.
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, allow-untyped-calls
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from .cells import Cells
 from .draw import MASK, MULTIPLIERS
 
-__all__ = ["dst_token", "inverse_length", "src_token"]
+__all__ = ["dst_token", "inverse_length", "src_token", "window_tile"]
 
 _MASK = tl.constexpr(MASK)
 _M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
@@ -116,3 +119,17 @@ def src_token(
     bottom = (rows + below // w) * w + below % w
     y_x = tl.where(i < 0, of_cell, tl.where(i < rows * strip, right, bottom))
     return _in_window(y_x, window, h, w, across)
+
+
+def window_tile(window: Cells) -> dict[str, Any]:
+    """Of kernels whose programs hold all sources and all destinations of a window each."""
+    sources = max(16, triton.next_power_of_2(window.sources))
+    destinations = max(16, triton.next_power_of_2(window.count))
+    return {
+        "BLOCK_S": sources,
+        "BLOCK_D": destinations,
+        "num_warps": 4 if sources <= 64 else 8,
+        # Pipelined, products came out wrong on a GPU (8 warps, 3 stages, float16, Triton 3.6), and
+        # it is hardly slower without.
+        "num_stages": 1,
+    }

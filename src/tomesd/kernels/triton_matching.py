@@ -44,7 +44,7 @@ def match_tokens(
     offsets: Tensor | None,
     slot: Tensor,
     order: Tensor,
-    start: Tensor,
+    span: Tensor,
     clock: Tensor | None,
     cells: Cells,
     remove: int,
@@ -63,7 +63,7 @@ def match_tokens(
         wrap_triton(_tick)[(1,)](clock, timestep, refresh, times, BLOCK=block)
     destinations = _destinations(metric, timestep, offsets, cells, key)
     score, match = search(metric, cells, destinations, clock, wrap_triton)
-    plan = {"slot": slot, "order": order, "start": start}
+    plan = {"slot": slot, "order": order, "span": span}
     rank_sources(score, match, cells, remove, destinations, plan, clock, wrap_triton)
 
 
@@ -95,7 +95,7 @@ def _destinations(
 
 
 @torch.library.triton_op(
-    "tomesd::match_tokens_triton", mutates_args=("slot", "order", "start", "clock")
+    "tomesd::match_tokens_triton", mutates_args=("slot", "order", "span", "clock")
 )
 def match_tokens_op(
     metric: Tensor,
@@ -103,7 +103,7 @@ def match_tokens_op(
     offsets: Tensor | None,
     slot: Tensor,
     order: Tensor,
-    start: Tensor,
+    span: Tensor,
     clock: Tensor | None,
     h: int,
     w: int,
@@ -120,6 +120,6 @@ def match_tokens_op(
     Has to come last: registering it, PyTorch looks up the kernels in what it calls.
     """
     cells = Cells(h, w, sy, sx, down, across)
-    lists = (slot, order, start)
+    lists = (slot, order, span)
     wrap = torch.library.wrap_triton
     match_tokens(metric, timestep, offsets, *lists, clock, cells, remove, key, refresh, wrap)

@@ -25,7 +25,7 @@ __all__ = ["slot_gather", "slot_mean", "slot_mean_op", "slot_restore"]
 def _slot_mean(
     x,
     order,
-    start,
+    span,
     out,
     n,
     slots,
@@ -38,9 +38,9 @@ def _slot_mean(
     b = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.load(start + b * (slots + 1) + m, m < slots, other=0)
-    last = tl.load(start + b * (slots + 1) + m + 1, m < slots, other=0)
-    size = last - first
+    at = span + (b * slots + m) * 2
+    first = tl.load(at, m < slots, other=0)
+    size = tl.load(at + 1, m < slots, other=0)
     in_channels = (c < channels)[None, None, :]
     total = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for j0 in range(0, tl.max(size, axis=0), BLOCK_J):
@@ -53,8 +53,8 @@ def _slot_mean(
         )
         total += tl.sum(value.to(tl.float32), axis=1)
     mean = total / tl.maximum(size, 1)[:, None].to(tl.float32)
-    at = out + (b * slots + m[:, None]) * channels + c[None, :]
-    tl.store(at, mean.to(out.dtype.element_ty), (m < slots)[:, None] & (c < channels)[None, :])
+    target = out + (b * slots + m[:, None]) * channels + c[None, :]
+    tl.store(target, mean.to(out.dtype.element_ty), (m < slots)[:, None] & (c < channels)[None, :])
 
 
 @triton.jit
@@ -91,23 +91,23 @@ def slot_mean(
     x: Tensor,
     slot: Tensor,
     order: Tensor,
-    start: Tensor,
+    span: Tensor,
     wrap_triton: Callable[[Any], Any] = as_it_is,
 ) -> Tensor:
     """See `kernels.slot_mean`; `wrap_triton`: see `triton_launch`."""
     batch, n, channels = x.shape
-    slots = start.shape[1] - 1
+    slots = span.shape[1]
     out = x.new_empty(batch, slots, channels)
     wrap_triton(_slot_mean)[(blocks(slots, 8), blocks(channels, 128), batch)](
-        x.contiguous(), order, start, out, n, slots, channels, 8, 2, 128
+        x.contiguous(), order, span, out, n, slots, channels, 8, 2, 128
     )
     return out
 
 
 @torch.library.triton_op("tomesd::slot_mean_triton", mutates_args=())
-def slot_mean_op(x: Tensor, slot: Tensor, order: Tensor, start: Tensor) -> Tensor:
+def slot_mean_op(x: Tensor, slot: Tensor, order: Tensor, span: Tensor) -> Tensor:
     """`slot_mean`, for compiled models: the compiler launches the kernel itself."""
-    return slot_mean(x, slot, order, start, torch.library.wrap_triton)
+    return slot_mean(x, slot, order, span, torch.library.wrap_triton)
 
 
 slot_mean_op.register_autograd(

@@ -1,6 +1,7 @@
 """Triton kernels that rank the sources of an image and list the members of every slot.
 
-Comparing all with all is quadratic, but without channels: a small part of the matching.
+Comparing all with all is quadratic, but without channels: a small part of the matching. All members
+of a slot are in one window: where a program can hold it, that takes one launch, otherwise two.
 """
 
 # Kernels are Triton's language, not Python's: they have no types, and a test for None, resolved
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .cells import Cells
-from .triton_cells import dst_token, src_token
+from .triton_cells import dst_token, src_token, window_tile
 from .triton_launch import blocks
 
 __all__ = ["rank_sources"]
@@ -53,6 +54,84 @@ def _place(values, own, i0, n, BLOCK: tl.constexpr, DESCENDING: tl.constexpr):
 
 
 @triton.jit
+def _plan_window(
+    score,
+    match,
+    offsets,
+    timestep,
+    key,
+    rows,
+    slot,
+    order,
+    span,
+    flag,
+    h,
+    w,
+    windows,
+    across,
+    columns,
+    count,
+    remove,
+    sy: tl.constexpr,
+    sx: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """slot, order [B, N] and span [B, M, 2]: the part of one window; see `MergePlan`.
+
+    It has the same part of `order` whatever is merged in other windows. Of the slots, those that
+    keep one source come first, by falling score, then those of the destinations.
+    """
+    if flag is not None:
+        if tl.load(flag) == 0:
+            return
+    window = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    n = h * w
+    sources = n - count
+    kept = windows * sources - remove
+    i = tl.arange(0, BLOCK_S)
+    j = tl.arange(0, BLOCK_D)
+    s, d = window * sources + i, window * count + j
+    score += b * windows * sources
+    own = tl.load(score + s, i < sources, other=float("-inf"))
+    rank = _place(score, own, window * sources, windows * sources, BLOCK_J, DESCENDING=True)
+    merged = (i < sources) & (rank < remove)
+    alone = (i < sources) & (rank >= remove)
+    goes = tl.load(match + b * windows * sources + s, merged, other=window * count + BLOCK_D)
+    goes -= window * count
+    # Merged sources stand behind their destination, by rank; those that stay, behind all lists.
+    earlier = (goes[None, :] < goes[:, None]) | (
+        (goes[None, :] == goes[:, None]) & (rank[None, :] < rank[:, None])
+    )
+    before = tl.sum((merged[None, :] & earlier).to(tl.int32), axis=1)
+    others = tl.sum((alone[None, :] & (rank[None, :] < rank[:, None])).to(tl.int32), axis=1)
+    lists = count + tl.sum(merged.to(tl.int32), axis=0)
+    place = window * n + tl.where(merged, before + goes + 1, lists + others)
+    before_dst = tl.sum((goes[:, None] < j[None, :]).to(tl.int32), axis=0)
+    size_dst = 1 + tl.sum((goes[:, None] == j[None, :]).to(tl.int32), axis=0)
+    place_dst = window * n + before_dst + j
+
+    row = b // rows
+    time = tl.load(timestep + row).to(tl.float32)
+    src = src_token(s, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+    dst = dst_token(d, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+    slot += b * windows * n
+    order += b * windows * n
+    span += b * (windows * n - remove) * 2
+    number = tl.where(merged, kept + window * count + goes, rank - remove)
+    tl.store(slot + src, number.to(tl.int64), i < sources)
+    tl.store(order + place, src, i < sources)
+    tl.store(span + number * 2, place, alone)
+    tl.store(span + number * 2 + 1, tl.full([BLOCK_S], 1, tl.int32), alone)
+    tl.store(slot + dst, (kept + d).to(tl.int64), j < count)
+    tl.store(order + place_dst, dst, j < count)
+    tl.store(span + (kept + d) * 2, place_dst, j < count)
+    tl.store(span + (kept + d) * 2 + 1, size_dst, j < count)
+
+
+@triton.jit
 def _rank(
     score,
     match,
@@ -62,7 +141,7 @@ def _rank(
     rows,
     slot,
     order,
-    start,
+    span,
     edge,
     edge_token,
     flag,
@@ -104,7 +183,9 @@ def _rank(
     number = tl.where(merged, kept + dst, rank - remove)
     tl.store(slot + b * n + token, number.to(tl.int64), valid)
     tl.store(order + b * n + number, token, alone)
-    tl.store(start + b * (n - remove + 1) + number, number, alone)
+    at = span + (b * (n - remove) + number) * 2
+    tl.store(at, number, alone)
+    tl.store(at + 1, tl.full([BLOCK], 1, tl.int32), alone)
 
 
 @triton.jit
@@ -117,7 +198,7 @@ def _list_members(
     rows,
     slot,
     order,
-    start,
+    span,
     flag,
     h,
     w,
@@ -155,15 +236,16 @@ def _list_members(
         d = (tl.program_id(0) - merging_programs) * BLOCK + tl.arange(0, BLOCK)
         valid = d < windows * count
         before = _count(edge, d, 0, remove, BLOCK_J, DESCENDING=False, TIES=False)
+        with_own = _count(edge, d, 0, remove, BLOCK_J, DESCENDING=False, TIES=True)
         row = b // rows
         time = tl.load(timestep + row).to(tl.float32)
         token = dst_token(d, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
         first = kept + before + d
         tl.store(order + first, token, valid)
         tl.store(slot + b * n + token, (kept + d).to(tl.int64), valid)
-        start += b * (n - remove + 1)
-        tl.store(start + kept + d, first, valid)
-        tl.store(start + n - remove + d * 0, n + d * 0, d == 0)
+        at = span + (b * (n - remove) + kept + d) * 2
+        tl.store(at, first, valid)
+        tl.store(at + 1, 1 + with_own - before, valid)
 
 
 def rank_sources(
@@ -181,12 +263,16 @@ def rank_sources(
     Args:
         score, match: see `triton_search.search`.
         destinations: which tokens are, as arguments of kernels.
-        plan: where to write slot, order and start.
+        plan: where to write slot, order and span.
     """
-    batch = score.shape[0]
-    common = {**destinations, **plan, "flag": clock, "remove": remove, "BLOCK": 32, "BLOCK_J": 128}
+    batch, window = score.shape[0], cells.window
+    common = {**destinations, **plan, "flag": clock, "remove": remove, "BLOCK_J": 128}
+    scored = {"score": score, "match": match}
+    if window.fits_one_program:
+        wrap_triton(_plan_window)[(cells.windows, batch)](**scored, **common, **window_tile(window))
+        return
     common["edge"] = match.new_empty(batch, remove)
     common["edge_token"] = match.new_empty(batch, remove)
-    wrap_triton(_rank)[(blocks(cells.sources, 32), batch)](score=score, match=match, **common)
+    wrap_triton(_rank)[(blocks(cells.sources, 32), batch)](**scored, **common, BLOCK=32)
     programs = blocks(remove, 32) + blocks(cells.count, 32)
-    wrap_triton(_list_members)[(programs, batch)](**common)
+    wrap_triton(_list_members)[(programs, batch)](**common, BLOCK=32)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .cells import Cells
-from .triton_cells import dst_token, inverse_length, src_token
+from .triton_cells import dst_token, inverse_length, src_token, window_tile
 from .triton_launch import blocks
 
 __all__ = ["search"]
@@ -211,8 +211,14 @@ def search(
     match = metric.new_empty(batch, cells.sources, dtype=torch.int32)
     common = {**destinations, "score": score, "match": match, "flag": clock, "channels": channels}
     if window.fits_one_program:
-        options = _one_tile(metric, window)
-        wrap_triton(_best_in_window)[(windows, batch)](x=metric, **common, **options)
+        wide = metric.dtype == torch.float32
+        wrap_triton(_best_in_window)[(windows, batch)](
+            x=metric,
+            **common,
+            **window_tile(window),
+            precision="tf32x3" if wide else "ieee",
+            BLOCK_C=64 if wide else 128,
+        )
         return score, match
     inverse = metric.new_empty(batch, n, dtype=torch.float32)
     wrap_triton(_inverse_norm)[(blocks(n, 8), batch)](
@@ -223,22 +229,6 @@ def search(
         x=metric, inverse=inverse, **common, **tiles
     )
     return score, match
-
-
-def _one_tile(metric: Tensor, window: Cells) -> dict[str, Any]:
-    """The tile of `_best_in_window`: all of the window."""
-    wide = metric.dtype == torch.float32
-    block = max(16, triton.next_power_of_2(window.sources))
-    return {
-        "precision": "tf32x3" if wide else "ieee",
-        "BLOCK_S": block,
-        "BLOCK_D": max(16, triton.next_power_of_2(window.count)),
-        "BLOCK_C": 64 if wide else 128,
-        "num_warps": 4 if block <= 64 else 8,
-        # Pipelined, products came out wrong on a GPU (8 warps, 3 stages, float16, Triton 3.6), and
-        # it is hardly slower without.
-        "num_stages": 1,
-    }
 
 
 def _tiles(metric: Tensor, destinations: int) -> dict[str, Any]:

@@ -24,6 +24,6 @@ def bipartite(
     triton = kernels.use_triton(backend, metric)
     n = cells.tokens
     plan = MergePlan.empty(metric.shape[0], n, n - remove, metric.device, triton)
-    out = (plan.slot, plan.order, plan.start)
+    out = (plan.slot, plan.order, plan.span)
     kernels.match_tokens(metric, cells, remove, out, triton=triton, **where)
     return plan

@@ -50,7 +50,7 @@ def local_plan(frame: Frame, x: Tensor, tiles: int, ranked: str) -> MergePlan:
     where = {"timestep": frame.call.timestep, "key": 1}
     if ranked == "tile":
         made = bipartite(parts, cells, remove, **where)
-        slots = made.start.shape[1] - 1
+        slots = made.span.shape[1]
         first = torch.arange(tiles**2, device=x.device).view(1, -1, 1) * slots
         slot = (made.slot.view(batch, tiles**2, -1) + first).reshape(batch, n)
         slots *= tiles**2

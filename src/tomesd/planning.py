@@ -80,7 +80,7 @@ def _memory(frame: Frame, x: Tensor, remove: int, triton: bool) -> tuple[MergePl
     plan = MergePlan(
         tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
         tensor(f"{name}_order", (batch, n), torch.int32, x.device),
-        tensor(f"{name}_start", (batch, n - remove + 1), torch.int32, x.device),
+        tensor(f"{name}_span", (batch, n - remove, 2), torch.int32, x.device),
         triton,
     )
     times = frame.call.timestep.numel()

@@ -38,10 +38,11 @@ def grid(
     whole = Cells(cells.h, cells.w, cells.sy, cells.sx)
     # In windows that cells do not fill, there are fewer of them, and more can be removed.
     slot = _slots(whole if remove <= whole.sources else cells, remove, metric.device)
-    order, start = reference.members(slot[None], cells.tokens - remove)
+    order, span = reference.members(slot[None], cells.tokens - remove)
     batch = metric.shape[0]
-    slot, order, start = (part.expand(batch, -1).contiguous() for part in (slot, order, start))
-    return MergePlan(slot, order, start, kernels.use_triton(backend, metric))
+    slot, order = (part.expand(batch, -1).contiguous() for part in (slot, order))
+    span = span.expand(batch, -1, -1).contiguous()
+    return MergePlan(slot, order, span, kernels.use_triton(backend, metric))
 
 
 def spread(row: Tensor, column: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from tomesd.kernels import Cells
 from tomesd.plan import MergePlan
 
 CPU = torch.device("cpu")
-SMALL = ["_best_in_window", "_plan_window"]
-LARGE = ["_inverse_norm", "_best_match", "_rank", "_list_members"]
+SMALL = ["_best_in_window", "_choose", "_list_window"]
+LARGE = ["_inverse_norm", "_best_match", "_choose", "_list_members"]
 CASES = {  # grid, window, tokens to remove, channels, whether the plan is kept over calls
     "odd grid": (17, 19, 0, 40, 80, False),
     "large, kept": (16, 16, 0, 128, 32, True),
@@ -140,7 +140,7 @@ def _run_operators(
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import run_and_get_code
 
-    from tomesd.kernels import triton_matching, triton_merging, triton_ranking, triton_search
+    from tomesd.kernels import triton_choosing, triton_matching, triton_merging, triton_search
 
     cells = Cells.of(h, w, 2, 2, window)
     plan = MergePlan.empty(2, h * w, h * w - remove, CPU, triton=True)
@@ -154,7 +154,7 @@ def _run_operators(
         """A kernel in the code that the compiler wrote."""
 
         def __init__(self, name: str, source: str, device_str: str) -> None:
-            modules = (triton_matching, triton_merging, triton_ranking, triton_search)
+            modules = (triton_matching, triton_merging, triton_choosing, triton_search)
             self.kernel = next(getattr(m, name) for m in modules if hasattr(m, name))
             self.source = source
 

@@ -59,6 +59,16 @@ def test_plans_are_those_of_the_reference(problem, most):
         assert_same_plan(*both(metric.float(), cells, remove, offsets=offsets))
 
 
+@given(problems(), st.sampled_from([128, 0]), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_of_equal_similarities_the_first_merge(problem, most, kinds):
+    metric, cells, remove, offsets = problem
+    kind = (metric[..., 0].abs() * 100).long() % kinds
+    metric = torch.nn.functional.one_hot(kind, kinds).float()  # cosines are 0 and 1, exactly
+    with largest_window(most):
+        assert_same_plan(*both(metric, cells, remove, offsets=offsets))
+
+
 @pytest.mark.parametrize("most", [128, 0])
 @pytest.mark.parametrize("channels", [1, 64, 80, 320, 3072])
 def test_any_number_of_channels(channels, most):

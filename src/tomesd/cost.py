@@ -129,7 +129,7 @@ _LAYERS = {
 # them again.
 _SCORE_PASSES = 4
 # Launches of matching, small windows and large ones; getting memory for a plan counts as one more.
-_MATCH_KERNELS = (3, 5)
+_MATCH_KERNELS = (4, 5)
 _WIDENING_KERNELS = 10
 
 

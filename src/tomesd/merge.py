@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .kernels import Cells
-from .selectors.bipartite import bipartite
+from .kernels import Cells, reference, use_triton
+from .plan import MergePlan
 
 __all__ = ["bipartite_soft_matching_random2d", "do_nothing"]
 
@@ -42,13 +42,13 @@ def bipartite_soft_matching_random2d(
     remove = min(r, cells.sources)
     if remove <= 0:
         return do_nothing, do_nothing
-    offsets = None
+    offsets = torch.zeros(1, cells.count, dtype=torch.int64, device=metric.device)
     if not no_rand:
         device = metric.device if generator is None else generator.device
         offsets = torch.randint(
             cells.choices, (1, cells.count), device=device, generator=generator
         ).to(metric.device)
-    plan = bipartite(metric, cells, remove, offsets=offsets)
+    plan = _plan(metric, cells, remove, offsets)
 
     def merge(x: Tensor, mode: str = "mean") -> Tensor:
         if mode == "mean":
@@ -58,3 +58,16 @@ def bipartite_soft_matching_random2d(
         return out.scatter_reduce(1, index, x, reduce=mode, include_self=False)
 
     return merge, plan.unmerge
+
+
+@torch.no_grad()
+def _plan(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> MergePlan:
+    """Slots as the original orders its tokens: kept sources by falling similarity, then the dst."""
+    src, dst, score, match = reference.best_pairs(metric, cells, offsets)
+    place = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    kept = cells.sources - remove
+    slot = torch.empty(metric.shape[:2], dtype=torch.int64, device=metric.device)
+    slot.scatter_(1, src, torch.where(place < remove, kept + match, place - remove))
+    slot.scatter_(1, dst, torch.arange(kept, kept + cells.count, device=dst.device).expand_as(dst))
+    lists = reference.members(slot, kept + cells.count)
+    return MergePlan(slot, *lists, use_triton("auto", metric))

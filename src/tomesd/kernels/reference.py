@@ -10,6 +10,7 @@ from .draw import draw_offsets
 
 __all__ = [
     "best_match",
+    "best_pairs",
     "keep_for_backward",
     "match_tokens",
     "members",
@@ -34,10 +35,33 @@ def match_tokens(
     refresh: int,
 ) -> None:
     """See `kernels.match_tokens`."""
-    batch, n, channels = metric.shape
     if clock is not None and _plan_is_fresh(clock, timestep, refresh):
         return
     offsets = _offsets(metric, timestep, offsets, cells, key)
+    src, dst, score, match = best_pairs(metric, cells, offsets)
+    best = score.argsort(dim=1, descending=True, stable=True)[:, :remove]
+    merged = torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True)
+    # Sources that stay come first, then the destinations, both in order.
+    kept = cells.sources - remove
+    slot.scatter_(1, src, torch.where(merged, kept + match, (~merged).cumsum(1) - 1))
+    slot.scatter_(1, dst, torch.arange(kept, kept + cells.count, device=dst.device).expand_as(dst))
+    for out, found in zip((order, span), members(slot, kept + cells.count), strict=True):
+        out.copy_(found)
+
+
+def best_pairs(
+    metric: Tensor, cells: Cells, offsets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The most similar destination of every source, in its window.
+
+    Args:
+        offsets: which token of each cell is its dst, `[1 or B, cells.count]`.
+
+    Returns:
+        The tokens that are sources `[B, S]` and destinations `[B, D]`, window by window, and for
+        each source its similarity to the best destination, and which that is, `[B, S]`.
+    """
+    batch, _, channels = metric.shape
     src, dst = (index.expand(batch, -1, -1) for index in cells.split(offsets))
     windows, each = cells.windows, cells.tokens // cells.windows
     direction = _direction(metric)
@@ -49,22 +73,8 @@ def match_tokens(
     # A tile of scores as large as the tokens themselves: below what the layer needs anyway.
     tile = max(1, each * channels // columns.shape[1])
     score, match = (found.view(batch, windows, -1) for found in best_match(rows, columns, tile))
-    match = match + torch.arange(windows, device=slot.device)[:, None] * dst.shape[2]
-    src, dst, score, match = (found.flatten(1) for found in (src, dst, score, match))
-    # Slots are numbered as the original orders its tokens: kept sources by falling similarity, then
-    # the destinations.
-    ranked = score.argsort(dim=1, descending=True, stable=True)
-    merged, kept = ranked[:, :remove], ranked[:, remove:]
-    first_dst = kept.shape[1]
-    number = torch.arange(n - remove, device=slot.device).expand(batch, -1)
-    for tokens, given in (
-        (dst, number[:, first_dst:]),
-        (src.gather(1, kept), number[:, :first_dst]),
-        (src.gather(1, merged), match.gather(1, merged) + first_dst),
-    ):
-        slot.scatter_(1, tokens, given)
-    for out, found in zip((order, span), members(slot, n - remove), strict=True):
-        out.copy_(found)
+    match = match + torch.arange(windows, device=match.device)[:, None] * dst.shape[2]
+    return src.flatten(1), dst.flatten(1), score.flatten(1), match.flatten(1)
 
 
 def _plan_is_fresh(clock: Tensor, timestep: Tensor | None, refresh: int) -> bool:

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .cells import Cells
+from .triton_choosing import choose_sources
 from .triton_launch import as_it_is
-from .triton_ranking import rank_sources
 from .triton_search import search
 
 __all__ = ["match_tokens", "match_tokens_op"]
@@ -64,7 +64,7 @@ def match_tokens(
     destinations = _destinations(metric, timestep, offsets, cells, key)
     score, match = search(metric, cells, destinations, clock, wrap_triton)
     plan = {"slot": slot, "order": order, "span": span}
-    rank_sources(score, match, cells, remove, destinations, plan, clock, wrap_triton)
+    choose_sources(score, match, cells, remove, destinations, plan, clock, wrap_triton)
 
 
 def _destinations(

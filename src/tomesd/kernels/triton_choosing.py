@@ -1,0 +1,263 @@
+"""Triton kernels that choose the sources to merge and list the members of every slot.
+
+All members of a slot are in one window: where a program can hold it, it lists them by itself.
+"""
+
+# Kernels are Triton's language, not Python's: they have no types, and a test for None, resolved
+# when the kernel is compiled, has to stand alone.
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, allow-untyped-calls
+# ruff: noqa: SIM102
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .cells import Cells
+from .triton_cells import dst_token, src_token, window_tile
+from .triton_launch import blocks
+
+__all__ = ["choose_sources"]
+
+_NOWHERE = tl.constexpr(0x7FFFFFFE)  # one more is still an integer
+
+
+@triton.jit
+def _keys(score, i, sources):
+    """Integers in the order of the scores i; beyond the last, less than any."""
+    value = tl.load(score + i, i < sources, other=0.0)
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # there is a negative zero
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(i < sources, key, -0x7FFFFFFF)
+
+
+@triton.jit
+def _choose(score, match, flag, sources, remove, BLOCK: tl.constexpr):
+    """Replaces the match of each source that is not merged by the number of its slot.
+
+    match [B, S]: destination d of a merged source becomes -1 - d. One program looks for the score
+    that as many are above as merge, by halving the range of scores again and again. Of equal ones,
+    the first are merged.
+    """
+    if flag is not None:
+        if tl.load(flag) == 0:
+            return
+    b = tl.program_id(0).to(tl.int64)
+    score += b * sources
+    match += b * sources
+    at = tl.arange(0, BLOCK)
+    low, high = 0x7FFFFFFF, -0x7FFFFFFF
+    for i0 in range(0, sources, BLOCK):
+        key = _keys(score, i0 + at, sources)
+        high = tl.maximum(high, tl.max(key, axis=0))
+        low = tl.minimum(low, tl.min(tl.where(i0 + at < sources, key, 0x7FFFFFFF), axis=0))
+    # Always at least `remove` keys are `low` or above. Cosines are so small that nothing overflows.
+    while low < high:
+        middle = high - (high - low) // 2
+        count = 0
+        for i0 in range(0, sources, BLOCK):
+            count += tl.sum((_keys(score, i0 + at, sources) >= middle).to(tl.int32), axis=0)
+        low = tl.where(count >= remove, middle, low)
+        high = tl.where(count > remove, high, tl.where(count == remove, middle, middle - 1))
+    above = 0
+    for i0 in range(0, sources, BLOCK):
+        above += tl.sum((_keys(score, i0 + at, sources) > low).to(tl.int32), axis=0)
+    equal_before, kept_before = 0, 0
+    for i0 in range(0, sources, BLOCK):
+        i = i0 + at
+        key = _keys(score, i, sources)
+        equal = (key == low).to(tl.int32)
+        place = equal_before + tl.cumsum(equal, axis=0)
+        merged = (key > low) | ((key == low) & (above + place <= remove))
+        kept = (~merged & (i < sources)).to(tl.int32)
+        number = kept_before + tl.cumsum(kept, axis=0) - 1
+        dst = tl.load(match + i, i < sources, other=0)
+        tl.store(match + i, tl.where(merged, -1 - dst, number), i < sources)
+        equal_before += tl.sum(equal, axis=0)
+        kept_before += tl.sum(kept, axis=0)
+
+
+@triton.jit
+def _list_window(
+    chosen,
+    offsets,
+    timestep,
+    key,
+    rows,
+    slot,
+    order,
+    span,
+    flag,
+    h,
+    w,
+    windows,
+    across,
+    columns,
+    count,
+    remove,
+    sy: tl.constexpr,
+    sx: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """slot, order [B, N] and span [B, M, 2]: the part of one window; see `MergePlan`.
+
+    In `order`, each window has its part, whatever is merged in others: first each destination with
+    what merges into it, then the other sources.
+    """
+    if flag is not None:
+        if tl.load(flag) == 0:
+            return
+    window = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    n = h * w
+    sources = n - count
+    kept = windows * sources - remove
+    i = tl.arange(0, BLOCK_S)
+    j = tl.arange(0, BLOCK_D)
+    s, d = window * sources + i, window * count + j
+    number = tl.load(chosen + b * windows * sources + s, i < sources, other=0)
+    merged = (i < sources) & (number < 0)
+    alone = (i < sources) & (number >= 0)
+    goes = tl.where(merged, -1 - number - window * count, BLOCK_D)
+    # Places in the lists: the others stand behind all of them.
+    earlier = (goes[None, :] < goes[:, None]) | (
+        (goes[None, :] == goes[:, None]) & (i[None, :] < i[:, None])
+    )
+    before = tl.sum(((i < sources)[None, :] & earlier).to(tl.int32), axis=1)
+    place = window * n + before + tl.where(merged, goes + 1, count)
+    before_dst = tl.sum((goes[:, None] < j[None, :]).to(tl.int32), axis=0)
+    size_dst = 1 + tl.sum((goes[:, None] == j[None, :]).to(tl.int32), axis=0)
+    place_dst = window * n + before_dst + j
+
+    row = b // rows
+    time = tl.load(timestep + row).to(tl.float32)
+    src = src_token(s, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+    dst = dst_token(d, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+    slot += b * windows * n
+    order += b * windows * n
+    span += b * (windows * n - remove) * 2
+    own = tl.where(merged, kept + window * count + goes, number)
+    tl.store(slot + src, own.to(tl.int64), i < sources)
+    tl.store(order + place, src, i < sources)
+    tl.store(span + own * 2, place, alone)
+    tl.store(span + own * 2 + 1, tl.full([BLOCK_S], 1, tl.int32), alone)
+    tl.store(slot + dst, (kept + d).to(tl.int64), j < count)
+    tl.store(order + place_dst, dst, j < count)
+    tl.store(span + (kept + d) * 2, place_dst, j < count)
+    tl.store(span + (kept + d) * 2 + 1, size_dst, j < count)
+
+
+@triton.jit
+def _goes(chosen, i, sources):
+    """The destinations of sources i, larger than any for those that are not merged."""
+    number = tl.load(chosen + i, i < sources, other=0)
+    return tl.where(number < 0, -1 - number, _NOWHERE)
+
+
+@triton.jit
+def _list_members(
+    chosen,
+    offsets,
+    timestep,
+    key,
+    rows,
+    slot,
+    order,
+    span,
+    flag,
+    h,
+    w,
+    windows,
+    across,
+    columns,
+    count,
+    remove,
+    sy: tl.constexpr,
+    sx: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    """As `_list_window`, for some sources or destinations of an image, which stand behind the slots
+    of one source each. The first programs place the sources."""
+    if flag is not None:
+        if tl.load(flag) == 0:
+            return
+    b = tl.program_id(1).to(tl.int64)
+    n = windows * h * w
+    sources = n - windows * count
+    kept = sources - remove
+    chosen += b * sources
+    slot += b * n
+    order += b * n
+    span += b * (n - remove) * 2
+    row = b // rows
+    time = tl.load(timestep + row).to(tl.float32)
+    of_sources = tl.cdiv(sources, BLOCK)
+    before = tl.zeros([BLOCK, BLOCK_J], tl.int32)
+    if tl.program_id(0) < of_sources:
+        s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        goes = _goes(chosen, s, sources)
+        for j0 in range(0, sources, BLOCK_J):
+            j = j0 + tl.arange(0, BLOCK_J)
+            other = _goes(chosen, j, sources)[None, :]
+            # Of those that go to the same, the first stand first.
+            before += ((other + (j[None, :] >= s[:, None]).to(tl.int32)) <= goes[:, None]).to(
+                tl.int32
+            )
+        token = src_token(s, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+        merged = (s < sources) & (goes < _NOWHERE)
+        alone = (s < sources) & (goes == _NOWHERE)
+        number = tl.load(chosen + s, s < sources, other=0)
+        own = tl.where(merged, kept + goes, number)
+        place = tl.where(merged, kept + tl.sum(before, axis=1) + goes + 1, number)
+        tl.store(slot + token, own.to(tl.int64), s < sources)
+        tl.store(order + place, token, s < sources)
+        tl.store(span + own * 2, place, alone)
+        tl.store(span + own * 2 + 1, tl.full([BLOCK], 1, tl.int32), alone)
+    else:
+        d = (tl.program_id(0) - of_sources) * BLOCK + tl.arange(0, BLOCK)
+        members = tl.zeros([BLOCK, BLOCK_J], tl.int32)
+        for j0 in range(0, sources, BLOCK_J):
+            other = _goes(chosen, j0 + tl.arange(0, BLOCK_J), sources)[None, :]
+            before += (other < d[:, None]).to(tl.int32)
+            members += (other == d[:, None]).to(tl.int32)
+        token = dst_token(d, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+        place = kept + tl.sum(before, axis=1) + d
+        valid = d < windows * count
+        tl.store(slot + token, (kept + d).to(tl.int64), valid)
+        tl.store(order + place, token, valid)
+        tl.store(span + (kept + d) * 2, place, valid)
+        tl.store(span + (kept + d) * 2 + 1, 1 + tl.sum(members, axis=1), valid)
+
+
+def choose_sources(
+    score: Tensor,
+    match: Tensor,
+    cells: Cells,
+    remove: int,
+    destinations: dict[str, Any],
+    plan: dict[str, Any],
+    clock: Tensor | None,
+    wrap_triton: Callable[[Any], Any],
+) -> None:
+    """Writes the plan that merges the `remove` sources with the best scores.
+
+    Args:
+        score, match: see `triton_search.search`; the matches are written over.
+        destinations: which tokens are, as arguments of kernels.
+        plan: where to write slot, order and span.
+    """
+    batch, window = score.shape[0], cells.window
+    block = min(triton.next_power_of_2(cells.sources), 8192)
+    wrap_triton(_choose)[(batch,)](
+        score, match, clock, cells.sources, remove, BLOCK=block, num_warps=8, num_stages=1
+    )
+    common = {"chosen": match, **destinations, **plan, "flag": clock, "remove": remove}
+    if window.fits_one_program:
+        wrap_triton(_list_window)[(cells.windows, batch)](**common, **window_tile(window))
+        return
+    programs = blocks(cells.sources, 32) + blocks(cells.count, 32)
+    wrap_triton(_list_members)[(programs, batch)](**common, BLOCK=32, BLOCK_J=128)

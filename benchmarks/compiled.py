@@ -1,6 +1,6 @@
 """torch.compile alone against torch.compile with merging.
 
-    python benchmarks/compiled.py [--settings 2 3 6] [--modes compile compile-max-autotune]
+    python benchmarks/compiled.py [--settings 2 3 6] [--modes compile compile-autotune]
 
 Compiling a large model takes minutes, so every variant of every setting is compiled in a process of
 its own, all at the same time. When they are ready (or `--prepare-seconds` are over), they are timed
@@ -195,7 +195,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--original", help="folder with tomesd 0.1.3, to compare with it too")
     parser.add_argument("--settings", type=int, nargs="+", default=[2, 3, 5, 6], help="1 to 8")
-    parser.add_argument("--modes", nargs="+", default=["compile", "compile-max-autotune"])
+    parser.add_argument("--modes", nargs="+", default=["compile", "compile-autotune"])
     parser.add_argument(
         "--variants",
         nargs="+",

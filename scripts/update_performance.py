@@ -278,8 +278,7 @@ def paper(document: Document) -> None:
 The table of the original's README: Stable Diffusion 1.5 at 512 px, attention that is not fused, r
 from 10 to 60 %. Time of the UNet for {STEPS} steps, and memory, both per image, of
 {found[0].first["images"]} images at a time, in eager mode at default settings. The row r = 0 is the
-unpatched model; in brackets, how many times as fast, and how much of its memory. Ratios below
-50 % are rounded up to whole tokens of an 8x8 window."""
+unpatched model; in brackets, how many times as fast, and how much of its memory."""
     document.add("The table of the paper", words, markdown(header, lines), found)
 
 
@@ -452,9 +451,10 @@ Images of the embedded model (not Stable Diffusion), {rows[0]["images"]} held-ou
 {rows[0]["height"]} px, {rows[0]["steps"]} steps, against the unmerged image of the same seed; ± is
 the 95 % interval. *block*, *run*, *level*: a plan is used in one block, in all that follow each
 other at a level, or in all of a level. *Kept*: for some steps, or for the image. *Tiles*: the grid
-is searched in so many parts; *ranked by tile*: each part removes the same share. 8x8 tiles here are
-windows of 8x8 tokens, which became the default for ratios up to two thirds of the cap; sharing
-plans costs quality, and is left to those who ask for it."""
+is searched in so many parts; *ranked by tile*: each part removes the same share, otherwise the most
+similar tokens of the whole image go. 8x8 tiles here are windows of 8x8 tokens, which became the
+default for ratios up to two thirds of the cap; sharing plans costs quality, and is left to those
+who ask for it."""
     part = f"## What cheaper matching does to the images\n\n{wrapped(words)}\n"
     document.parts += [part, markdown(header, lines) + "\n", f"{versions(rows)}.\n"]
 

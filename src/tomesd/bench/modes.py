@@ -10,11 +10,13 @@ from .calls import Call
 __all__ = ["MODES", "Graph", "compile_model", "warm_up"]
 
 EAGER, GRAPH = "eager", "graph"
-_COMPILE: dict[str, str | None] = {
-    "compile": None,
-    "compile-reduce-overhead": "reduce-overhead",
-    "compile-max-autotune": "max-autotune",
-    "compile-max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs",
+_COMPILE: dict[str, dict[str, Any]] = {
+    "compile": {},
+    "compile-reduce-overhead": {"mode": "reduce-overhead"},
+    # As max-autotune, but without coordinate descent, which takes most of its time.
+    "compile-autotune": {"options": {"max_autotune": True, "triton.cudagraphs": True}},
+    "compile-max-autotune": {"mode": "max-autotune"},
+    "compile-max-autotune-no-cudagraphs": {"mode": "max-autotune-no-cudagraphs"},
 }
 MODES = (EAGER, *_COMPILE, GRAPH)
 
@@ -25,7 +27,7 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 128)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 512)
-    model.compile(mode=_COMPILE[mode], fullgraph=fullgraph, dynamic=False)
+    model.compile(**_COMPILE[mode], fullgraph=fullgraph, dynamic=False)
 
 
 def warm_up(call: Call, device: torch.device, calls: int) -> None:

@@ -33,6 +33,7 @@ Mode = Literal[
     "eager",
     "compile",
     "compile-reduce-overhead",
+    "compile-autotune",
     "compile-max-autotune",
     "compile-max-autotune-no-cudagraphs",
     "graph",

@@ -9,9 +9,9 @@ made; those that are there, or in the files of `--done`, are not made again, and
 `--budget-seconds` are over, no further one is begun. Images stay on the device; a sheet with a few
 of them is written for each section.
 
-Sections: paper, ablations, seed (50 PLMS steps), search (30 DDIM steps), front (50 PLMS steps, the
-settings in the JSON list of `--front`); speed: times and memory of the settings of paper,
-ablations, seed and, with `--front`, front, to be measured alone on the GPU.
+Sections: paper, windows, ablations, seed (50 PLMS steps), search (30 DDIM steps), front (50 PLMS
+steps, the settings in the JSON list of `--front`); speed: times and memory of the settings of
+paper, ablations, seed and, with `--front`, front, to be measured alone on the GPU.
 
 With `--compile`, one process compiles while others sample. They share the work and the unmerged
 images, time nothing, and write to folders of their own; then the rows are joined:
@@ -39,7 +39,7 @@ from tomesd.bench.rows import Row
 from tomesd.evaluation.figures import pareto_front
 
 TIMED = ("paper", "ablations", "seed", "front")
-SECTIONS = ("paper", "ablations", "seed", "search", "front", "speed")
+SECTIONS = ("paper", "windows", "ablations", "seed", "search", "front", "speed")
 SCORES = (("psnr", 2), ("lpips", 4), ("fid", 2), ("fid_unmerged", 2))
 FURTHER = (
     ("mib_fused", 1, "MiB"),
@@ -65,13 +65,16 @@ class Run:
 
     def images(self, found: list[Job]) -> None:
         for job in found:
-            job.rows = [(of, named) for of, named in job.rows if not self._known(of, named)]
+            mode = self.bench.mode(job)
+            job.rows = [(of, named) for of, named in job.rows if not self._known(of, named, mode)]
             if not job.rows:
                 continue
             if self.over():
                 print("time is up", flush=True)
                 return
-            outcome = self._timed(job.candidate, lambda job=job: self.bench.rows(job))
+            outcome = self._timed(
+                job.candidate, lambda job=job, mode=mode: self.bench.rows(job, mode)
+            )
             if outcome is None:
                 continue
             (made, few), seconds = outcome
@@ -80,15 +83,15 @@ class Run:
                 if named.shown:
                     self.sheets.setdefault(of.name, {})[named.label] = few
 
-    def _known(self, of: Any, candidate: Candidate) -> bool:
+    def _known(self, of: Any, candidate: Candidate, mode: str) -> bool:
         """Whether there is such a row; one of the same images by another name becomes one."""
         bench = self.bench
-        row = bench.find(of, candidate)
+        row = bench.find(of, candidate, mode)
         if row is None:
-            twin = bench.twin(of, candidate)
+            twin = bench.twin(of, candidate, mode)
             if twin is None:
                 return False
-            row = bench.add({**twin, **bench.identity(of, candidate)})
+            row = bench.add({**twin, **bench.identity(of, candidate, mode)})
         self.rows.append(row)
         return True
 
@@ -186,8 +189,7 @@ def main(arguments: list[str] | None = None) -> None:
 def make_rows(run: Run, args: argparse.Namespace) -> None:
     pipe = run.bench.pipe
     sections = [section(name, args, pipe) for name in args.sections if name != "speed"]
-    counts = [of.images for of in sections if of.scheduler == "plms"]
-    run.bench.unmerged_images = max(counts, default=0)
+    run.bench.expect(sections)
     run.images(of_part(jobs(sections), args.part))
     for name, sheet in run.sheets.items():
         write_sheet(sheet, args.out / f"quality_{name}.jpg")
@@ -218,8 +220,8 @@ def report(run: Run) -> None:
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS[:4]))
-    add("--images", type=int, default=2000, help="of a row of paper and front")
+    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS[:5]))
+    add("--images", type=int, default=2000, help="of a row of paper, windows and front")
     add("--few", type=int, default=128, help="images of a row of the other sections")
     add("--steps", type=int, default=50)
     add("--search-steps", type=int, default=30)
@@ -228,7 +230,11 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto")
     add("--dtype", default="auto")
     add("--layout", choices=("contiguous", "channels_last"), default="contiguous")
-    add("--compile", action="store_true", help="the whole UNet, for sampling only")
+    add(
+        "--compile",
+        action="store_true",
+        help="the whole UNet, where there are many images to sample",
+    )
     add("--eager-original", action="store_true", help="do not compile 0.1.3, which takes long")
     add("--original", type=Path, help="folder of tomesd 0.1.3")
     add("--inception", type=Path)

@@ -31,7 +31,9 @@ from tomesd.generation import load_pipeline
 
 OTHER_SEEDS = 1 << 20
 SHOWN = 10
-# Each ratio is compiled for: with more of them, that takes longer than it saves.
+# Compiling takes longer than it saves for fewer images, and, as it is done for each ratio, for more
+# ratios.
+IMAGES_TO_COMPILE = 1000
 RATIOS_TO_COMPILE = 2
 
 
@@ -53,7 +55,7 @@ class Bench:
         take_over(path, args.done)
         self.known = {identity(row): row for row in read_rows(path)}
         self.file = RowFile(path, self.device, resume=True)
-        self.unmerged_images = 0
+        self.unmerged_images = {"compiled": 0, "eager": 0}
         """How many there will be of a seed, so that the first who needs some makes them all."""
         self._bases: dict[Any, Images] = {}
         self._features: dict[Any, Tensor] = {}
@@ -82,46 +84,54 @@ class Bench:
         self.known[identity(added)] = added
         return added
 
-    def find(self, of: Section, candidate: Candidate) -> Row | None:
-        return self.known.get(identity(as_read(self.identity(of, candidate))))
+    def expect(self, sections: list[Section]) -> None:
+        """Has unmerged images made for all of these sections at once."""
+        counts = self.unmerged_images
+        for of in sections:
+            mode = self.section_mode(of)
+            if of.scheduler == "plms":
+                counts[mode] = max(counts[mode], of.images)
 
-    def mode(self, candidate: Candidate) -> str:
-        if candidate.variant == ORIGINAL and self.args.eager_original:
+    def find(self, of: Section, candidate: Candidate, mode: str) -> Row | None:
+        return self.known.get(identity(as_read(self.identity(of, candidate, mode))))
+
+    def mode(self, job: Job) -> str:
+        """How its images are made, and the unmerged ones that they are compared with."""
+        if job.candidate.variant == ORIGINAL and self.args.eager_original:
             return "eager"
-        few = len(candidate.ratios(self.pipe)) <= RATIOS_TO_COMPILE
-        return "compiled" if self.args.compile and few else "eager"
+        few = len(job.candidate.ratios(self.pipe)) <= RATIOS_TO_COMPILE
+        return self.section_mode(job.largest) if few else "eager"
 
-    @property
-    def base_mode(self) -> str:
-        return "compiled" if self.args.compile else "eager"
+    def section_mode(self, of: Section) -> str:
+        return "compiled" if self.args.compile and of.images >= IMAGES_TO_COMPILE else "eager"
 
-    def base(self, of: Section, seed: int = 0) -> Images:
+    def base(self, of: Section, mode: str, seed: int = 0) -> Images:
         """Unmerged images, at least as many as a section has, made once."""
-        count = max(of.images, self.unmerged_images if of.scheduler == "plms" else 0)
-        key = (of.steps, of.scheduler, seed)
+        count = max(of.images, self.unmerged_images[mode] if of.scheduler == "plms" else 0)
+        key = (of.steps, of.scheduler, seed, mode)
         if key not in self._bases:
             self._bases[key] = self._shared(key, count, of)
         return self._bases[key]
 
-    def _shared(self, key: tuple[int, str, int], count: int, of: Section) -> Images:
+    def _shared(self, key: tuple[int, str, int, str], count: int, of: Section) -> Images:
         """Kept in the folder of `--cache`, from one call to the next and for other processes."""
 
         def make() -> Images:
-            return self._sample(self.unet, count, of, self.base_mode, seed=key[2])
+            return self._sample(self.unet, count, of, key[3], seed=key[2])
 
         args = self.args
         if args.cache is None:
             return make()
         dtype = str(self.unet.dtype).removeprefix("torch.")
-        words = (*key, args.size, args.batch, args.layout, dtype, self.base_mode)
+        words = (*key, args.size, args.batch, args.layout, dtype)
         name = "_".join(str(word) for word in words)
         return made_once(args.cache, name, count, self.device, make)
 
-    def base_features(self, of: Section) -> Tensor:
+    def base_features(self, of: Section, mode: str) -> Tensor:
         """Of the unmerged set that the images of a section are compared with."""
-        key = (of.steps, of.scheduler, of.other_seeds)
+        key = (of.steps, of.scheduler, of.other_seeds, mode)
         if key not in self._features:
-            made = self.base(of, OTHER_SEEDS if of.other_seeds else 0)
+            made = self.base(of, mode, OTHER_SEEDS if of.other_seeds else 0)
             self._features[key] = features(made.pixels, self.inception)
         return self._features[key][: of.images]
 
@@ -132,7 +142,7 @@ class Bench:
             model, count, of.steps, of.scheduler, seed=seed, whole_batches=whole
         )
 
-    def identity(self, of: Section, candidate: Candidate) -> Row:
+    def identity(self, of: Section, candidate: Candidate, mode: str) -> Row:
         """What tells a row from others, and how it is made."""
         return {
             "section": f"quality-{of.name}",
@@ -146,7 +156,7 @@ class Bench:
             "batch": min(self.args.batch, of.images),
             "dtype": str(self.unet.dtype).removeprefix("torch."),
             "attention": "default",
-            "mode": self.mode(candidate),
+            "mode": mode,
             "variant": candidate.variant,
             "label": candidate.label,
             "settings": candidate.settings,
@@ -156,11 +166,11 @@ class Bench:
             "place": of.place(candidate),
         }
 
-    def twin(self, of: Section, candidate: Candidate) -> Row | None:
+    def twin(self, of: Section, candidate: Candidate, mode: str) -> Row | None:
         """A row of the same images under another name or in another table."""
         names = ("section", "setting", "label", "place")
-        wanted = {k: v for k, v in self.identity(of, candidate).items() if k not in names}
-        wanted = as_read(wanted) | {"base_mode": self.base_mode}
+        wanted = {k: v for k, v in self.identity(of, candidate, mode).items() if k not in names}
+        wanted = as_read(wanted)
         if of.name != "search":
             wanted["unmerged_set"] = _unmerged_set(of)
         for row in self.known.values():
@@ -168,15 +178,15 @@ class Bench:
                 return {k: v for k, v in row.items() if k not in ("run", "date")}
         return None
 
-    def rows(self, job: Job) -> tuple[list[Row], Tensor]:
+    def rows(self, job: Job, mode: str) -> tuple[list[Row], Tensor]:
         """Makes the images of a job and judges them for each of its rows; some come along."""
         of, candidate = job.largest, job.candidate
         if candidate.variant == UNMERGED:
-            made = self.base(of)
+            made = self.base(of, mode)
         else:
             patched = candidate.apply(self.pipe, self.unet, self.original)
-            made = self._sample(patched, of.images, of, self.mode(candidate))
-        common: Row = {"base_mode": self.base_mode}
+            made = self._sample(patched, of.images, of, mode)
+        common: Row = {}
         if self.args.speed:
             common |= {
                 "seconds_per_image": made.seconds / len(made.pixels),
@@ -190,20 +200,18 @@ class Bench:
         found = []
         for section, named in job.rows:
             began = time.perf_counter()
-            row = self.identity(section, named) | common
-            row |= self._scores(section, named, made.pixels, seen)
+            row = self.identity(section, named, mode) | common
+            row |= self._scores(section, row, made.pixels, seen)
             row["seconds_scoring"] = time.perf_counter() - began
             found.append(row)
         return found, made.pixels[:SHOWN].cpu()
 
-    def _scores(
-        self, of: Section, candidate: Candidate, pixels: Tensor, seen: Tensor | None
-    ) -> Row:
+    def _scores(self, of: Section, row: Row, pixels: Tensor, seen: Tensor | None) -> Row:
         """Of the first of the images, as many as the section has."""
-        merged = candidate.variant != UNMERGED
+        merged, mode = row["variant"] != UNMERGED, row["mode"]
         found: Row = {}
         if merged:
-            pair = pixels[: of.images], self.base(of).pixels[: of.images]
+            pair = pixels[: of.images], self.base(of, mode).pixels[: of.images]
             found |= fields(pair_estimates(*pair, self.lpips))
         if of.name == "search" or seen is None:
             return found
@@ -211,7 +219,7 @@ class Bench:
         sets = {"": self.reference}
         # Against itself, the unmerged set would be at distance 0.
         if of.other_seeds or merged:
-            sets["_unmerged"] = self.base_features(of)
+            sets["_unmerged"] = self.base_features(of, mode)
         for name, theirs in sets.items():
             if theirs is None:
                 continue

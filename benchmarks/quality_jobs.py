@@ -37,9 +37,10 @@ class Section:
 def section(name: str, args: argparse.Namespace, pipe: Any) -> Section:
     if name == "search":
         return Section(name, args.few, args.search_steps, "ddim", quality_settings.search())
-    many = name in ("paper", "front")
+    many = name in ("paper", "windows", "front")
     lists: dict[str, Callable[[], list[Candidate]]] = {
         "paper": quality_settings.paper,
+        "windows": quality_settings.windows,
         "ablations": quality_settings.ablations,
         "seed": lambda: quality_settings.seed(threshold(pipe, 0.4)),
         "front": lambda: quality_settings.front(args.front),

@@ -93,6 +93,17 @@ def paper() -> list[Candidate]:
     return rows
 
 
+def windows() -> list[Candidate]:
+    """Where tokens look for their like."""
+    rows = [ours(f"windows of {side}x{side}", ratio=0.3, window=side) for side in (16, 4)]
+    return [
+        original(0.3),
+        ours("whole image", ratio=0.3, window=0),
+        ours("windows of 8x8", ratio=0.3),
+        *rows,
+    ]
+
+
 def ablations() -> list[Candidate]:
     """Each from the paper's starting point: everything is merged at all levels, r = 0.5.
 

@@ -148,19 +148,21 @@ def test_windows_tile_the_grid_and_are_not_smaller_than_asked_for(cells):
 
 
 @pytest.mark.parametrize(
-    ("side", "window", "ratio", "removed", "evenly"),
+    ("side", "window", "ratio", "removed"),
     [
-        (64, 8, 0.1, 409, 64 * 6),  # of 409.6, and of 6.4 in each window
-        (64, 8, 0.25, 1024, 1024),
-        (64, 8, 0.9, 3072, 3072),  # sources
-        (64, 8, 0.0, 0, 0),
-        (64, 0, 0.3, 1228, 1228),
-        (7, 8, 0.5, 24, 24),
+        (64, 8, 0.1, (409, 416, 64 * 6)),  # of 409.6, and of 6.4 in each window
+        (64, 8, 0.25, (1024, 1024, 1024)),
+        (64, 8, 0.9, (3072, 3072, 3072)),  # sources
+        (64, 8, 0.0, (0, 0, 0)),
+        (64, 0, 0.3, (1228, 1232, 1228)),
+        (7, 8, 0.5, (24, 25, 24)),
+        (7, 8, 0.01, (0, 0, 0)),
     ],
 )
-def test_how_many_tokens_a_ratio_removes(side, window, ratio, removed, evenly):
+def test_how_many_tokens_a_ratio_removes(side, window, ratio, removed):
     cells = Cells.of(side, side, 2, 2, window)
-    assert (cells.removable(ratio), cells.removable(ratio, even=True)) == (removed, evenly)
+    ways = ({}, {"multiple": 8}, {"even": True})
+    assert tuple(cells.removable(ratio, **way) for way in ways) == removed
 
 
 @pytest.mark.parametrize(

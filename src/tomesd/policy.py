@@ -224,8 +224,7 @@ class Frame:
         for kind in settings.kinds:
             wanted = settings.ratio_of(kind, level, ratio)
             kinds[wanted] = (*kinds.get(wanted, ()), kind)
-        even = settings.selector == "kmeans"  # the same number of clusters in each window
-        removes = {kinds: cells.removable(wanted, even) for wanted, kinds in kinds.items()}
+        removes = {kinds: removable(settings, cells, wanted) for wanted, kinds in kinds.items()}
         return {kinds: remove for kinds, remove in removes.items() if remove > 0}
 
     @property
@@ -302,6 +301,15 @@ def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher, score_heads
 
 def _cells(settings: Settings, h: int, w: int) -> Cells:
     return Cells.of(h, w, settings.sy, settings.sx, settings.search)
+
+
+def removable(settings: Settings, cells: Cells, ratio: float) -> int:
+    """Tokens that a ratio removes."""
+    if settings.selector == "kmeans":
+        return cells.removable(ratio, even=True)  # the same number of clusters in each window
+    # Attention that is not fused is much slower where its scores are no multiple of 16 bytes. The
+    # window of the paper means its numbers too.
+    return cells.removable(ratio, multiple=1 if settings.window == 0 else 8)
 
 
 def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:

@@ -15,6 +15,7 @@ from torchmetrics.functional.image import (
 import tomesd
 
 from ..kernels import Cells
+from ..policy import removable
 from ..settings import Settings
 from .maps import MergeMap, draw_map, record_maps
 from .sampling import Sample, sample
@@ -111,7 +112,7 @@ def compare(
     cells = Cells.of(h, w, settings.sy, settings.sx, settings.search)
     by_ratio = [list(column) for column in zip(*samples, strict=True)]
     rows = tuple(
-        _row(ratio, made, by_ratio[0], h * w - cells.removable(ratio))
+        _row(ratio, made, by_ratio[0], h * w - removable(settings, cells, ratio))
         for ratio, made in zip(ratios, by_ratio, strict=True)
     )
     images = tuple(tuple(made.image for made in row) for row in samples)

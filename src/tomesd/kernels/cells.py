@@ -83,15 +83,20 @@ class Cells:
         count = self.count
         return max(self.tokens - count, count) <= _MOST_SOURCES
 
-    def removable(self, ratio: float, even: bool = False) -> int:
+    def removable(self, ratio: float, *, even: bool = False, multiple: int = 1) -> int:
         """Tokens that `ratio` removes, never more than sources.
 
         Args:
             even: as many in each window.
+            multiple: of so many are the tokens that stay, unless none or all sources go; up to
+                `multiple - 1` more go for that.
         """
         if even:
             return min(int(self.tokens // self.windows * ratio) * self.windows, self.sources)
-        return min(int(self.tokens * ratio), self.sources)
+        wanted = int(self.tokens * ratio)
+        if wanted == 0:
+            return 0
+        return min(self.tokens - (self.tokens - wanted) // multiple * multiple, self.sources)
 
     def split(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Token numbers of sources and destinations, window by window.

@@ -21,7 +21,7 @@ from .triton_launch import blocks
 
 __all__ = ["choose_sources"]
 
-_NOWHERE = tl.constexpr(0x7FFFFFFE)  # one more is still an integer
+_NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -198,21 +198,24 @@ def _list_members(
     of_sources = tl.cdiv(sources, BLOCK)
     before = tl.zeros([BLOCK, BLOCK_J], tl.int32)
     if tl.program_id(0) < of_sources:
-        s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        s0 = tl.program_id(0) * BLOCK
+        s = s0 + tl.arange(0, BLOCK)
         goes = _goes(chosen, s, sources)
-        for j0 in range(0, sources, BLOCK_J):
-            j = j0 + tl.arange(0, BLOCK_J)
-            other = _goes(chosen, j, sources)[None, :]
-            # Of those that go to the same, the first stand first.
-            before += ((other + (j[None, :] >= s[:, None]).to(tl.int32)) <= goes[:, None]).to(
-                tl.int32
-            )
+        # Of those that go to the same, the first stand first.
+        for j0 in range(0, s0, BLOCK_J):
+            other = _goes(chosen, j0 + tl.arange(0, BLOCK_J), s0)
+            before += (other[None, :] <= goes[:, None]).to(tl.int32)
+        for j0 in range(s0, sources, BLOCK_J):
+            other = _goes(chosen, j0 + tl.arange(0, BLOCK_J), sources)
+            before += (other[None, :] < goes[:, None]).to(tl.int32)
+        tied = (goes[None, :] == goes[:, None]) & (s[None, :] < s[:, None])
+        earlier = tl.sum(before, axis=1) + tl.sum(tied.to(tl.int32), axis=1)
         token = src_token(s, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
         merged = (s < sources) & (goes < _NOWHERE)
         alone = (s < sources) & (goes == _NOWHERE)
         number = tl.load(chosen + s, s < sources, other=0)
         own = tl.where(merged, kept + goes, number)
-        place = tl.where(merged, kept + tl.sum(before, axis=1) + goes + 1, number)
+        place = tl.where(merged, kept + earlier + goes + 1, number)
         tl.store(slot + token, own.to(tl.int64), s < sources)
         tl.store(order + place, token, s < sources)
         tl.store(span + own * 2, place, alone)

@@ -276,7 +276,7 @@ def test_the_bound_removes_what_merging_removes() -> None:
 ROW_KEYS = {
     *("run", "date", "section", "setting", "model", "what", "steps", "height", "width", "images"),
     *("batch", "dtype", "attention", "mode", "variant", "label", "settings", "seconds", "spread"),
-    *("repeats", "calls", "peak_mib", "pool_mib", "finite", "error"),
+    *("repeats", "calls", "peak_mib", "pool_mib", "finite", "left_alone", "error"),
     *("hardware", "torch", "triton", "diffusers", "tomesd", "commit"),
 }
 
@@ -558,4 +558,4 @@ def test_compiled_models_are_measured_too(monkeypatch) -> None:
     case = Case("sd15", 64, 64, (Variant("tomesd", ALWAYS),), mode="compile")
     rows = measure_case(subject, case, QUICK)
     assert [row["error"] for row in rows] == [None]
-    assert compiled == [{"mode": None, "fullgraph": True, "dynamic": False}]
+    assert compiled == [{"fullgraph": True, "dynamic": False}]

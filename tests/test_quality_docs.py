@@ -289,8 +289,18 @@ def test_the_table_of_the_paper(tmp_path: Path) -> None:
     words = " ".join(text.split())
     assert "By LPIPS, this library is lower at 10 %; the intervals overlap at 50 %." in words
     assert "By FID, the intervals overlap at 10 % and 50 %." in words
-    assert text.count("Not measured yet.") == 4
+    assert text.count("Not measured yet.") == 5
     assert "a GPU: float16, torch 9.9, commit abc, 2025-01-01." in text
+
+
+def test_the_table_of_windows(tmp_path: Path) -> None:
+    rows = [
+        made_up("windows", "tomesd", label, fid=fid, settings={"ratio": 0.3, "window": window})
+        for label, window, fid in (("whole image", 0, 40.0), ("windows of 8x8", 8, 50.0))
+    ]
+    text = documents(tmp_path, rows)
+    assert "| whole image | 40.00 ± 4.00 | - | - | - | - |" in text
+    assert "| windows of 8x8 | 50.00 ± 5.00 | - | - | - | - |" in text
 
 
 def test_speeds_are_joined_to_images(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ class TestBreakEven:
         assert self.pays(graph, 64, **deep) and not self.pays(eager, 64, **deep)
         assert self.pays(eager, 64, batch=8, **deep)
 
-    H200 = Device(operations=4.5e8, bytes=3.7e6, launch=2.5, host=40.0)
+    H200 = Device(operations=4.5e8, bytes=3.7e6, launch=2.5, host=50.0)
 
     def test_attention_that_writes_its_scores_pays_sooner(self) -> None:
         """Stable Diffusion 1.5 at 512 px, with default windows."""

@@ -73,6 +73,12 @@ class Patch:
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)
 
+    @property
+    def pays(self) -> bool | None:
+        """Whether merging pays in any block that has run so far; None if nobody has asked yet."""
+        decisions = [known for known in self.known.values() if isinstance(known, bool)]
+        return any(decisions) if decisions else None
+
     def ratio_at(self, timestep: Any) -> float:
         """What the ratio is at a timestep: a number, or a tensor `[]` or `[T]`."""
         return float(_ratio_at(self.name, timestep))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..patch import patch_of
 from .calls import WHATS, Call, Step, make_call
 from .measure import Effort, MemoryProbe, attempt, free_memory, take_turns, time_calls
 from .models import Subject, load_subject, shared_copy
@@ -84,6 +85,8 @@ class Prepared:
     """Of a CUDA graph: the memory that it keeps for itself."""
     finite: bool = True
     """Whether what the call returned is a number everywhere."""
+    left_alone: bool | None = None
+    """In eager mode: whether no layer was merged, because that would not be faster."""
 
     @torch.no_grad()
     def time(self, calls: int) -> float:
@@ -103,6 +106,9 @@ def prepare(subject: Subject, case: Case, variant: Variant) -> Prepared:
     call = make_call(subject, model, case.what, size, case.images, case.steps)
     warm_up(call, device, calls=1 if case.mode in (EAGER, GRAPH) else 2)
     prepared = Prepared(call, device, probe.peak_mib(call))
+    patch = patch_of(model)
+    if case.mode == EAGER and patch is not None and patch.pays is not None:
+        prepared.left_alone = not patch.pays
     if case.mode == GRAPH:
         _load_kernels(subject, case, variant)
         assert isinstance(call, Step)
@@ -202,6 +208,7 @@ def _time_together(
             "peak_mib": item.peak_mib,
             "pool_mib": item.pool_mib,
             "finite": item.finite,
+            "left_alone": item.left_alone,
             "error": None,
         }
         for variant, item in ready.items()

@@ -15,7 +15,7 @@ def load_original(folder: str | Path) -> ModuleType:
 
     (`pip install --no-deps --target FOLDER tomesd==0.1.3` makes such a folder.)
     """
-    path = Path(folder)
+    path = Path(folder).resolve()
     if not (path / "patch.py").is_file():
         path = path / "tomesd"
     if not (path / "patch.py").is_file():

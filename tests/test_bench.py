@@ -28,6 +28,7 @@ from tomesd.bench import (
     Subjects,
     Variant,
     comparisons,
+    load_original,
     load_subject,
     measure_case,
     prepare,
@@ -161,6 +162,14 @@ def test_the_original_is_told_the_finest_level(original: str) -> None:
         assert model.patched_by_the_original == (0.5, level, False)
     assert sys.modules["tomesd"] is tomesd
     assert sys.modules["tomesd_original"].__file__.startswith(original)
+
+
+def test_the_original_is_loaded_once_whatever_its_folder_is_called(
+    original: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(original)
+    monkeypatch.chdir(folder.parent)
+    assert load_original(folder.name) is load_original(folder)
 
 
 def test_timesteps_fall_from_call_to_call() -> None:

@@ -13,11 +13,13 @@ Sections: paper, windows, ablations, seed (50 PLMS steps), search (30 DDIM steps
 steps, the settings in the JSON list of `--front`); speed: times and memory of the settings of
 paper, ablations, seed and, with `--front`, front, to be measured alone on the GPU.
 
-With `--compile`, one process compiles while others sample. They share the work and the unmerged
-images, time nothing, and write to folders of their own; then the rows are joined:
+With `--compile parts`, what is the same in all rows is compiled once. With `--compile whole`, each
+row of many images compiles the whole UNet, which samples faster, and one process compiles while
+others sample. They share the work and the unmerged images, time nothing, and write to folders of
+their own; then the rows are joined:
 
-    for K in 1 2 3: python benchmarks/quality.py --compile --no-speed --part K/3 --cache FOLDER \\
-                        --out PARTS/K ... &
+    for K in 1 2 3: python benchmarks/quality.py --compile whole --no-speed --part K/3 \\
+                        --cache FOLDER --out PARTS/K ... &
     python benchmarks/quality.py --join --done PARTS/*/quality.jsonl --out FOLDER
 """
 
@@ -230,11 +232,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto")
     add("--dtype", default="auto")
     add("--layout", choices=("contiguous", "channels_last"), default="contiguous")
-    add(
-        "--compile",
-        action="store_true",
-        help="the whole UNet, where there are many images to sample",
-    )
+    add("--compile", choices=("whole", "parts"), help="the UNet, for sampling only; see above")
     add("--eager-original", action="store_true", help="do not compile 0.1.3, which takes long")
     add("--original", type=Path, help="folder of tomesd 0.1.3")
     add("--inception", type=Path)

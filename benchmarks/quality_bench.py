@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from collections import defaultdict
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ from quality_sampling import (
     Images,
     Sampler,
     compiled,
+    compiled_in_parts,
     features,
     fields,
     pair_estimates,
@@ -24,6 +26,7 @@ from quality_settings import ORIGINAL, UNMERGED, Candidate
 from torch import Tensor
 
 from tomesd.bench import RowFile, load_original
+from tomesd.bench.models import shared_copy
 from tomesd.bench.rows import Row, read_rows
 from tomesd.evaluation.metrics import fid_estimate, kid_estimate
 from tomesd.evaluation.networks import Inception, Lpips
@@ -55,7 +58,7 @@ class Bench:
         take_over(path, args.done)
         self.known = {identity(row): row for row in read_rows(path)}
         self.file = RowFile(path, self.device, resume=True)
-        self.unmerged_images = {"compiled": 0, "eager": 0}
+        self.unmerged_images: dict[str, int] = defaultdict(int)
         """How many there will be of a seed, so that the first who needs some makes them all."""
         self._bases: dict[Any, Images] = {}
         self._features: dict[Any, Tensor] = {}
@@ -97,13 +100,18 @@ class Bench:
 
     def mode(self, job: Job) -> str:
         """How its images are made, and the unmerged ones that they are compared with."""
-        if job.candidate.variant == ORIGINAL and self.args.eager_original:
-            return "eager"
-        few = len(job.candidate.ratios(self.pipe)) <= RATIOS_TO_COMPILE
-        return self.section_mode(job.largest) if few else "eager"
+        mode = self.section_mode(job.largest)
+        if mode != "compiled":
+            return mode
+        slow = job.candidate.variant == ORIGINAL and self.args.eager_original
+        many = len(job.candidate.ratios(self.pipe)) > RATIOS_TO_COMPILE
+        return "eager" if slow or many else mode
 
     def section_mode(self, of: Section) -> str:
-        return "compiled" if self.args.compile and of.images >= IMAGES_TO_COMPILE else "eager"
+        if self.args.compile == "parts":
+            return "in parts"
+        many = of.images >= IMAGES_TO_COMPILE
+        return "compiled" if self.args.compile == "whole" and many else "eager"
 
     def base(self, of: Section, mode: str, seed: int = 0) -> Images:
         """Unmerged images, at least as many as a section has, made once."""
@@ -117,7 +125,7 @@ class Bench:
         """Kept in the folder of `--cache`, from one call to the next and for other processes."""
 
         def make() -> Images:
-            return self._sample(self.unet, count, of, key[3], seed=key[2])
+            return self._sample(shared_copy(self.unet), count, of, key[3], seed=key[2])
 
         args = self.args
         if args.cache is None:
@@ -136,10 +144,10 @@ class Bench:
         return self._features[key][: of.images]
 
     def _sample(self, unet: Any, count: int, of: Section, mode: str, *, seed: int = 0) -> Images:
-        whole = mode == "compiled"
-        model = compiled(unet) if whole else unet
+        make = {"compiled": compiled, "in parts": compiled_in_parts}.get(mode)
+        model = unet if make is None else make(unet)
         return self.sampler.images(
-            model, count, of.steps, of.scheduler, seed=seed, whole_batches=whole
+            model, count, of.steps, of.scheduler, seed=seed, whole_batches=make is not None
         )
 
     def identity(self, of: Section, candidate: Candidate, mode: str) -> Row:

@@ -6,9 +6,10 @@ from typing import Any
 
 import tomesd_demo_model
 import torch
-from quality_sampling import Clock, Sampler, compiled
+from quality_sampling import Clock, Sampler, compiled, compiled_in_parts
 
 from tomesd.bench.measure import attempt, free_memory
+from tomesd.bench.models import shared_copy
 from tomesd.generation import load_pipeline
 
 CALLS = 3
@@ -87,4 +88,6 @@ def _decoding(sampler: Sampler, args: argparse.Namespace) -> None:
 
 def _compiled(pipe: Any, sampler: Sampler, args: argparse.Namespace) -> None:
     """In the layout that came last."""
-    _report(f"compiled, batch {sampler.batch}", sampler, compiled(pipe.unet), args)
+    for name, make in (("in parts", compiled_in_parts), ("compiled", compiled)):
+        model = make(shared_copy(pipe.unet))
+        _report(f"{name}, batch {sampler.batch}", sampler, model, args)

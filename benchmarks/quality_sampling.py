@@ -15,6 +15,7 @@ from tomesd.bench.models import shared_copy
 from tomesd.evaluation.metrics import Estimate, mean_estimate, paired_scores
 from tomesd.evaluation.sampling import set_scheduler
 from tomesd.generation.loading import set_attention
+from tomesd.patch import role_of
 
 GUIDANCE = 5.0
 DECODED_AT_ONCE = 50
@@ -246,10 +247,23 @@ def compiled(unet: Any) -> Any:
     What was compiled before is dropped, as it would count towards the limits.
     """
     torch._dynamo.reset()
+    _raise_limits()
+    return torch.compile(unet, dynamic=False)
+
+
+def compiled_in_parts(unet: Any) -> Any:
+    """Has those parts of a model compiled that are the same whatever is merged: once for all."""
+    _raise_limits()
+    for module in unet.modules():
+        if type(module).__name__ in ("ResnetBlock2D", "FeedForward") and role_of(module) is None:
+            module.compile(dynamic=False)
+    return unet
+
+
+def _raise_limits() -> None:
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 256)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4096)
-    return torch.compile(unet, dynamic=False)
 
 
 def pair_estimates(one: Tensor, other: Tensor, lpips: Any) -> dict[str, Estimate]:

@@ -131,8 +131,11 @@ def how_made(rows: list[Row]) -> str:
     """Whether the model was compiled; of merged rows."""
     if all(row["mode"] == "compiled" for row in rows):
         return "For the images, the model is compiled."
-    if any(row["mode"] == "compiled" for row in rows):
-        return "For some of the images, the model is compiled, as for the unmerged ones then."
+    if any(row["mode"] != "eager" for row in rows):
+        return (
+            "For the images, the model is compiled in whole or in part, and so it is for the "
+            "unmerged ones that they are compared with."
+        )
     return ""
 
 

@@ -128,6 +128,30 @@ def test_the_ratios_that_would_be_compiled(pipe: Any) -> None:
     assert ratios(ratio=0.6, ratio_end=0.4, schedule="linear") == {0.4, 0.45, 0.5, 0.55, 0.6}
 
 
+def test_parts_are_compiled_once_for_all(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_module = torch.nn.Module.compile
+
+    def quickly(module: torch.nn.Module, **options: Any) -> None:
+        compile_module(module, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", quickly)
+    torch._dynamo.reset()
+    latents, texts = torch.randn(1, 4, 16, 16), torch.randn(1, 77, 256)
+    graphs, outputs = [], []
+    for candidate in (settings.unmerged(), settings.ours("", ratio=0.5)):
+        unet = candidate.apply(pipe, pipe.unet)
+        outputs += [
+            model(latents, 500, encoder_hidden_states=texts, return_dict=False)[0]
+            for model in (unet, sampling.compiled_in_parts(unet))
+        ]
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    assert 0 < graphs[0] == graphs[1]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[2], outputs[3])
+    assert not torch.allclose(outputs[1], outputs[3])
+
+
 # The work and its parts
 
 

@@ -88,7 +88,7 @@ class Run:
     def _known(self, of: Any, candidate: Candidate, mode: str) -> bool:
         """Whether there is such a row; one of the same images by another name becomes one."""
         bench = self.bench
-        row = bench.find(of, candidate, mode)
+        row = bench.find(of, candidate)
         if row is None:
             twin = bench.twin(of, candidate, mode)
             if twin is None:

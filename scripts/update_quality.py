@@ -103,6 +103,13 @@ class Document:
         self.parts += [f"## {title}\n", *(part.strip() + "\n" for part in parts if part)]
         if rows:
             timed = [self._timed[key] for key in map(same_settings, rows) if key in self._timed]
+            notes: dict[str, list[Row]] = {}
+            for row in rows:
+                notes.setdefault(row.get("note", ""), []).append(row)
+            for note in filter(None, notes):
+                self.parts.append(
+                    filled(f"In {len(notes[note])} of {len(rows)} rows, {note}.") + "\n"
+                )
             self.parts.append(f"{versions([*rows, *timed])}.\n")
 
     def missing(self, title: str) -> None:

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tomesd import Settings
 from tomesd.kernels import Cells, draw_key, draw_offsets
 from tomesd.plan import MergePlan
+from tomesd.policy import removable
 from tomesd.selectors import bipartite
 
 sides, strides = st.integers(1, 12), st.integers(1, 5)
@@ -163,6 +165,21 @@ def test_how_many_tokens_a_ratio_removes(side, window, ratio, removed):
     cells = Cells.of(side, side, 2, 2, window)
     ways = ({}, {"multiple": 8}, {"even": True})
     assert tuple(cells.removable(ratio, **way) for way in ways) == removed
+
+
+@pytest.mark.parametrize(
+    ("side", "options", "removed"),
+    [
+        (64, {}, 416),  # 3,680 are left
+        (64, {"window": 0}, 409),  # as the paper
+        (16, {}, 25),  # seven more would be many
+        (64, {"selector": "kmeans"}, 64 * 6),
+    ],
+)
+def test_a_multiple_of_8_is_left_of_many(side, options, removed):
+    chosen = Settings(ratio=0.1, **options)
+    cells = Cells.of(side, side, 2, 2, chosen.search)
+    assert removable(chosen, cells, 0.1) == removed
 
 
 @pytest.mark.parametrize(

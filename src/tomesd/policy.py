@@ -314,8 +314,9 @@ def removable(settings: Settings, cells: Cells, ratio: float) -> int:
     if settings.selector == "kmeans":
         return cells.removable(ratio, even=True)  # the same number of clusters in each window
     # Attention that is not fused is much slower where its scores are no multiple of 16 bytes. The
-    # window of the paper means its numbers too.
-    return cells.removable(ratio, multiple=1 if settings.window == 0 else 8)
+    # window of the paper means its numbers too, and of few tokens, a few more are many.
+    exact = settings.window == 0 or cells.tokens < 512
+    return cells.removable(ratio, multiple=1 if exact else 8)
 
 
 def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:

@@ -49,8 +49,8 @@ class Settings:
 
     ratio: float = 0.5
     """Share of the tokens to remove, 0 to 1. At most `1 - 1/(sx*sy)` of them can be removed
-    (0.75 in 2x2 cells); more is merged at that cap, with a warning. Up to 7 more are removed, so
-    that the rest is a multiple of 8, unless `window` is 0."""
+    (0.75 in 2x2 cells); more is merged at that cap, with a warning. Of 512 tokens
+    or more, up to 7 more are removed, so that a multiple of 8 is left, unless `window` is 0."""
 
     max_downsample: int | None = None
     """Merge where the feature map is at most this many times smaller than the latent: 1, 2, 4 or 8.

@@ -300,6 +300,12 @@ def left_alone(found: Comparison) -> bool:
     return ours is not None and bool(ours.get("left_alone"))
 
 
+def merged(found: Comparison) -> bool:
+    """Whether it is known that something was merged."""
+    ours = found.find("tomesd")
+    return ours is not None and ours.get("left_alone") is False
+
+
 def eager_losses(found: list[Comparison]) -> str:
     """What the patch cost where nothing was merged, and where merging made a step slower."""
     eager = [one for one in found if one.first["mode"] == "eager"]
@@ -311,9 +317,14 @@ def eager_losses(found: list[Comparison]) -> str:
         least = "" if len(idle) == 1 else f"{1 + cost(best):.2f} to "
         words += f""" Where nothing is merged, what is left of the patch made a step take
 {least}{1 + cost(worst):.2f} times as long; at worst, {from_to(worst)}."""
+    slower = [one for one in eager if cost(one) > 0 and not left_alone(one)]
+    for what, ones in (
+        ("Merging", [one for one in slower if merged(one)]),
+        ("The patch, whether it merged or not,", [one for one in slower if not merged(one)]),
+    ):
+        if ones:
+            words += f" {what} made it slower: {'; '.join(map(from_to, ones))}."
     for one in eager:
-        if cost(one) > 0 and not left_alone(one):
-            words += f" Merging made it slower: {from_to(one)}."
         original = one.find("original")
         if left_alone(one) and original is not None and (one.speedup(original) or 0) > 1.02:
             words += f""" {title_of(one)}, was left alone, although {ORIGINAL} made it

@@ -103,13 +103,6 @@ class Document:
         self.parts += [f"## {title}\n", *(part.strip() + "\n" for part in parts if part)]
         if rows:
             timed = [self._timed[key] for key in map(same_settings, rows) if key in self._timed]
-            notes: dict[str, list[Row]] = {}
-            for row in rows:
-                notes.setdefault(row.get("note", ""), []).append(row)
-            for note in filter(None, notes):
-                self.parts.append(
-                    filled(f"In {len(notes[note])} of {len(rows)} rows, {note}.") + "\n"
-                )
             self.parts.append(f"{versions([*rows, *timed])}.\n")
 
     def missing(self, title: str) -> None:
@@ -153,7 +146,7 @@ def which_seeds(rows: list[Row]) -> str:
 
 
 def paper(document: Document) -> None:
-    title, rows = "The table of the paper", document.section("paper")
+    title, rows = "The table of the paper", of_the_paper(document)
     merged = sorted(
         (row for row in rows if row["settings"]), key=lambda row: row["settings"]["ratio"]
     )
@@ -182,6 +175,21 @@ a speed-up is half of its range over repeats."""
         )
     table = markdown(header, lines)
     document.add(title, filled(how), table, filled(side_by_side(merged)), *pictures, rows=rows)
+
+
+def of_the_paper(document: Document) -> list[Row]:
+    """Rows of today's default; images that were made for another table count too."""
+    rows = [row for row in document.section("paper") if not gave_up_evenly(row)]
+    known = {same_settings(row) for row in rows}
+    plain = [row for row in document.section("front") if set(row["settings"]) <= {"ratio", "when"}]
+    tenths = {tenth / 10 for tenth in range(1, 7)}
+    more = [row for row in plain if row["settings"].get("ratio") in tenths]
+    return rows + [row for row in more if same_settings(row) not in known]
+
+
+def gave_up_evenly(row: Row) -> bool:
+    """Whether it is of the time when every window gave up the same share of its tokens."""
+    return row["variant"] == "tomesd" and row["commit"] in ("e1ddc58", "8f8ac60")
 
 
 def paper_cells(row: Row, base: Row) -> list[str]:
@@ -239,28 +247,41 @@ def side_by_side(rows: list[Row]) -> str:
 
 
 def windows(document: Document) -> None:
-    title, rows = "Where tokens look for their like", document.section("windows")
-    rows = [row for row in rows if row["settings"]]
-    if not rows:
+    title = "Where tokens look for their like"
+    rows = [row for name in ("paper", "front", "windows") for row in document.section(name)]
+    rows = [row for row in rows if row["settings"].get("ratio") == 0.3]
+    places = {words: row for row in rows if (words := where_it_looks(row)) is not None}
+    rows = list(places.values())
+    if len(rows) < 2:
         document.missing(title)
         return
     header = ["r = 0.3", "FID", "KID x 1000", "PSNR", "SSIM", "LPIPS"]
     lines = [
         [
-            row["label"],
+            words,
             value(row, "fid", 2),
             value(row, "kid", 2, 1000),
             value(row, "psnr", 2),
             value(row, "ssim", 3),
             value(row, "lpips", 4),
         ]
-        for row in rows
+        for words, row in sorted(places.items())
     ]
     how = f"""
 {images_of(rows)}. In the whole image, as in the paper, or in a window of 8x8 tokens, which takes
 far fewer comparisons. In both, the most similar tokens of the image are merged. That every window
 gives up the same share of its tokens was tried, and dropped."""
     document.add(title, filled(how), markdown(header, lines), rows=rows)
+
+
+def where_it_looks(row: Row) -> str | None:
+    if row["variant"] == "original":
+        return ORIGINAL
+    if set(row["settings"]) - {"ratio", "when", "window"}:
+        return None
+    side = row["settings"].get("window", 8)
+    words = f"windows of {side}x{side}" if side else "the whole image"
+    return f"{words}, the same share of each" if gave_up_evenly(row) else words
 
 
 def ablations(document: Document) -> None:
@@ -398,7 +419,7 @@ def front(document: Document) -> None:
     title, rows = "Quality against speed", document.section("front")
     base = [row for row in rows if not row["settings"]]
     rows = [row for row in rows if row["settings"]]
-    if not rows:
+    if not any(row.get(speed) for row in rows for speed in SPEEDS):
         document.missing(title)
         return
     header = ["", "LPIPS", "PSNR", "FID", "FID to unmerged", "KID x 1000", "speed-up", "unfused"]
@@ -479,6 +500,10 @@ def judge(row: Row, mine: list[Row], speed: str, scores: tuple[str, ...]) -> str
     return f"not clearly beaten ({where}): {best['label']} has {listed(found)}; {gain}"
 
 
+EVENLY = """ They are of the time when every window gave up the same share of its tokens, which has
+been dropped since."""
+
+
 def searched(document: Document) -> None:
     title, rows = "The search", document.section("search")
     rows = [row for row in rows if row["settings"] and has(row, "lpips", "speedup")]
@@ -488,7 +513,7 @@ def searched(document: Document) -> None:
     parts = [
         filled(f"""
 {images_of(rows)}, {len(rows)} settings, of which the tables show those that no other is both faster
-and closer than.""")
+and closer than.{EVENLY if any(map(gave_up_evenly, rows)) else ""}""")
     ]
     for speed, name in SPEEDS.items():
         lines = []

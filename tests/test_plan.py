@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tomesd import Settings
+from tomesd.grids import removable
 from tomesd.kernels import Cells, draw_key, draw_offsets
 from tomesd.plan import MergePlan
-from tomesd.policy import removable
 from tomesd.selectors import bipartite
 
 sides, strides = st.integers(1, 12), st.integers(1, 5)

@@ -323,7 +323,7 @@ def test_the_table_of_windows(tmp_path: Path) -> None:
         for label, window, fid in (("whole image", 0, 40.0), ("windows of 8x8", 8, 50.0))
     ]
     text = documents(tmp_path, rows)
-    assert "| whole image | 40.00 ± 4.00 | - | - | - | - |" in text
+    assert "| the whole image | 40.00 ± 4.00 | - | - | - | - |" in text
     assert "| windows of 8x8 | 50.00 ± 5.00 | - | - | - | - |" in text
 
 

@@ -34,8 +34,7 @@ _TFLOPS_PER_MULTIPROCESSOR = {
 
 # Microseconds to start a kernel on a slow host, by who starts it: PyTorch, the code that
 # torch.compile makes, or a CUDA graph. On a fast host, layers that take about as long as their
-# launches are left alone that would gain a little. With 40 for PyTorch, one image of SD 1.5 at 1024
-# px on an H200 gained 1.13x in one virtual machine, and lost 11 % in another.
+# launches are left alone that would gain a little.
 Launcher = Literal["eager", "compiled", "graph"]
 _HOST: dict[Launcher, float] = {"eager": 50.0, "compiled": 20.0, "graph": 0.0}
 

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from .api import patched
+from .grids import level_of
 from .hosts import Target, UnsupportedModelError, find_targets
 from .hosts.inputs import example_inputs
 from .kernels import Cells
 from .patch import patch_of
-from .policy import Call, Frame, Patch, Visit, level_of
+from .policy import Call, Frame, Patch, Visit
 from .roles import run_inside
 from .settings import Settings
 

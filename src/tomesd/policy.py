@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .cost import Device, Launcher, find_launcher, merging_pays
+from .grids import cells_of, level_merges, level_of, removable
 from .kept import Kept
 from .kernels import Cells
 from .plan import MergePlan
@@ -35,7 +36,6 @@ __all__ = [
     "current_frame",
     "enter_frame",
     "is_idle",
-    "level_of",
 ]
 
 
@@ -221,10 +221,10 @@ class Frame:
         named = settings.level_ratios is not None and level in settings.level_ratios
         ratio = settings.ratio if call.ratio is None else call.ratio
         if not settings.active or not (
-            named or _level_merges(settings.max_downsample, call.size, finest, grid)
+            named or level_merges(settings.max_downsample, call.size, finest, grid)
         ):
             return {}
-        cells = _cells(settings, *grid)
+        cells = cells_of(settings, *grid)
         # By ratio, because tokens may be symbols to the compiler, which it would have to look up.
         kinds: dict[float, tuple[str, ...]] = {}
         for kind in settings.kinds:
@@ -278,7 +278,7 @@ class Frame:
     @property
     def cells(self) -> Cells:
         assert self.grid is not None
-        return _cells(self.settings, *self.grid)
+        return cells_of(self.settings, *self.grid)
 
     @property
     def level(self) -> int:
@@ -293,7 +293,7 @@ def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher, score_heads
         Device.of(x.device, launcher),
         batch=x.shape[0],
         channels=x.shape[2],
-        cells=_cells(settings, *visit.grid),
+        cells=cells_of(settings, *visit.grid),
         removes=visit.removes,
         target=settings.target,
         blocks=visit.blocks,
@@ -303,36 +303,6 @@ def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher, score_heads
         proportional=settings.proportional,
         score_heads=score_heads,
     )
-
-
-def _cells(settings: Settings, h: int, w: int) -> Cells:
-    return Cells.of(h, w, settings.sy, settings.sx, settings.search)
-
-
-def removable(settings: Settings, cells: Cells, ratio: float) -> int:
-    """Tokens that a ratio removes."""
-    if settings.selector == "kmeans":
-        return cells.removable(ratio, even=True)  # the same number of clusters in each window
-    # Attention that is not fused is much slower where its scores are no multiple of 16 bytes. The
-    # window of the paper means its numbers too, and of few tokens, a few more are many.
-    exact = settings.window == 0 or cells.tokens < 512
-    return cells.removable(ratio, multiple=1 if exact else 8)
-
-
-def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:
-    """How many times smaller than a latent of that size a grid is."""
-    return max(-(-size[0] // grid[0]), -(-size[1] // grid[1]))
-
-
-def _level_merges(
-    max_downsample: int | None,
-    size: tuple[int, int],
-    finest: tuple[int, int],
-    grid: tuple[int, int],
-) -> bool:
-    if max_downsample is None:
-        return grid[0] >= finest[0] and grid[1] >= finest[1]
-    return size[0] <= max_downsample * grid[0] and size[1] <= max_downsample * grid[1]
 
 
 class _Thread(threading.local):

@@ -14,8 +14,7 @@ from torchmetrics.functional.image import (
 
 import tomesd
 
-from ..kernels import Cells
-from ..policy import removable
+from ..grids import cells_of, removable
 from ..settings import Settings
 from .maps import MergeMap, draw_map, record_maps
 from .sampling import Sample, sample
@@ -109,7 +108,7 @@ def compare(
             maps += seen
     width, height = samples[0][0].image.size
     h, w = tomesd.describe(pipe, height, width).parts[0].levels[0].grid
-    cells = Cells.of(h, w, settings.sy, settings.sx, settings.search)
+    cells = cells_of(settings, h, w)
     by_ratio = [list(column) for column in zip(*samples, strict=True)]
     rows = tuple(
         _row(ratio, made, by_ratio[0], h * w - removable(settings, cells, ratio))

@@ -1,0 +1,38 @@
+"""What settings mean on a grid of tokens: its cells, how many tokens go, and its level."""
+
+from .kernels import Cells
+from .settings import Settings
+
+__all__ = ["cells_of", "level_merges", "level_of", "removable"]
+
+
+def cells_of(settings: Settings, h: int, w: int) -> Cells:
+    """The cells of h x w tokens."""
+    return Cells.of(h, w, settings.sy, settings.sx, settings.search)
+
+
+def removable(settings: Settings, cells: Cells, ratio: float) -> int:
+    """Tokens that a ratio removes."""
+    if settings.selector == "kmeans":
+        return cells.removable(ratio, even=True)  # the same number of clusters in each window
+    # Attention that is not fused is much slower where its scores are no multiple of 16 bytes. The
+    # window of the paper means its numbers too, and of few tokens, a few more are many.
+    exact = settings.window == 0 or cells.tokens < 512
+    return cells.removable(ratio, multiple=1 if exact else 8)
+
+
+def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:
+    """How many times smaller than a latent of that size a grid is."""
+    return max(-(-size[0] // grid[0]), -(-size[1] // grid[1]))
+
+
+def level_merges(
+    max_downsample: int | None,
+    size: tuple[int, int],
+    finest: tuple[int, int],
+    grid: tuple[int, int],
+) -> bool:
+    """Whether `max_downsample` lets tokens be merged on a grid."""
+    if max_downsample is None:
+        return grid[0] >= finest[0] and grid[1] >= finest[1]
+    return size[0] <= max_downsample * grid[0] and size[1] <= max_downsample * grid[1]

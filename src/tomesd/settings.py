@@ -80,7 +80,7 @@ class Settings:
     window: int | None = None
     """Side of the square of tokens in which each looks for its like: larger ones cost more, and
     merge what is far apart. 0 is the whole image, as in the paper. `None` takes 8 for ratios up to
-    two thirds of the cap (0.5), where images are as good, and 0 above."""
+    two thirds of the cap (0.5), and 0 above."""
 
     share: Share = "block"
     """Where to use what is found out about which tokens belong together: in the one `block`, as the

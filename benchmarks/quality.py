@@ -11,7 +11,7 @@ of them is written for each section.
 
 Sections: paper, windows, ablations, seed (50 PLMS steps), search (30 DDIM steps), front (50 PLMS
 steps, the settings in the JSON list of `--front`); speed: times and memory of the settings of
-paper, ablations, seed and, with `--front`, front, to be measured alone on the GPU.
+paper, seed and, with `--front`, front, to be measured alone on the GPU.
 
 With `--compile parts`, what is the same in all rows is compiled once. With `--compile whole`, each
 row of many images compiles the whole UNet, which samples faster, and one process compiles while
@@ -40,7 +40,7 @@ from tomesd.bench.measure import attempt, free_memory
 from tomesd.bench.rows import Row
 from tomesd.evaluation.figures import pareto_front
 
-TIMED = ("paper", "ablations", "seed", "front")
+TIMED = ("paper", "front", "seed")
 SECTIONS = ("paper", "windows", "ablations", "seed", "search", "front", "speed")
 SCORES = (("psnr", 2), ("lpips", 4), ("fid", 2), ("fid_unmerged", 2))
 FURTHER = (

@@ -251,11 +251,14 @@ def compiled(unet: Any) -> Any:
     return torch.compile(unet, dynamic=False)
 
 
+PARTS = ("ResnetBlock2D", "FeedForward", "GroupNorm", "Downsample2D", "Upsample2D")
+
+
 def compiled_in_parts(unet: Any) -> Any:
     """Has those parts of a model compiled that are the same whatever is merged: once for all."""
     _raise_limits()
     for module in unet.modules():
-        if type(module).__name__ in ("ResnetBlock2D", "FeedForward") and role_of(module) is None:
+        if type(module).__name__ in PARTS and role_of(module) is None:
             module.compile(dynamic=False)
     return unet
 

@@ -84,7 +84,7 @@ def batches(original: str | None) -> Iterator[Case]:
 
 def sdxl(original: str | None) -> Iterator[Case]:
     """SDXL at its own size and the default settings, where merging can hardly pay."""
-    for mode in ("graph", "eager"):
+    for mode in ("eager", "graph"):
         for images in (1, 2, 4, 8):
             yield Case(
                 model="sdxl",

@@ -68,7 +68,7 @@ class Run:
     def images(self, found: list[Job]) -> None:
         for job in found:
             mode = self.bench.mode(job)
-            job.rows = [(of, named) for of, named in job.rows if not self._known(of, named, mode)]
+            job.rows = [(of, named) for of, named in job.rows if not self._known(of, named)]
             if not job.rows:
                 continue
             if self.over():
@@ -85,15 +85,15 @@ class Run:
                 if named.shown:
                     self.sheets.setdefault(of.name, {})[named.label] = few
 
-    def _known(self, of: Any, candidate: Candidate, mode: str) -> bool:
+    def _known(self, of: Any, candidate: Candidate) -> bool:
         """Whether there is such a row; one of the same images by another name becomes one."""
         bench = self.bench
         row = bench.find(of, candidate)
         if row is None:
-            twin = bench.twin(of, candidate, mode)
+            twin = bench.twin(of, candidate)
             if twin is None:
                 return False
-            row = bench.add({**twin, **bench.identity(of, candidate, mode)})
+            row = bench.add({**twin, **bench.place(of, candidate)})
         self.rows.append(row)
         return True
 

@@ -181,8 +181,8 @@ class Bench:
         }
 
     def twin(self, of: Section, candidate: Candidate, mode: str) -> Row | None:
-        """A row of the same images under another name or in another table."""
-        names = ("section", "setting", "label", "place")
+        """A row of the same images under another name or in another table, however made."""
+        names = ("section", "setting", "label", "place", "mode", "layout")
         wanted = {k: v for k, v in self.identity(of, candidate, mode).items() if k not in names}
         wanted = as_read(wanted)
         if of.name != "search":

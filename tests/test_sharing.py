@@ -5,6 +5,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tomesd import kernels, planning, policy
 from tomesd.cost import Device, find_launcher, merging_pays
 from tomesd.kernels import Cells
 from tomesd.patch import patch_of
+from tomesd.policy import Frame
 
 SD1, SDXL = HOSTS["sd1"], HOSTS["sdxl"]
 
@@ -246,7 +248,13 @@ class TestBreakEven:
         assert self.pays(graph, 64, **deep) and not self.pays(eager, 64, **deep)
         assert self.pays(eager, 64, batch=8, **deep)
 
-    H200 = Device(operations=4.5e8, bytes=3.7e6, launch=2.5, host=50.0)
+    H200 = Device(operations=4.5e8, bytes=3.7e6, launch=2.5, host=50.0, plan=700.0)
+
+    def test_what_is_saved_must_be_worth_the_time_of_the_host(self) -> None:
+        """SDXL at 1024 px: with four images the GPU saves less than the host needs for plans."""
+        deep = {"channels": 640, "blocks": 2, "model_blocks": 70}
+        assert not self.pays(self.H200, 64, batch=8, **deep)
+        assert self.pays(self.H200, 64, batch=16, **deep)
 
     def test_attention_that_writes_its_scores_pays_sooner(self) -> None:
         """Stable Diffusion 1.5 at 512 px, with default windows."""
@@ -267,9 +275,8 @@ class TestBreakEven:
                 score_heads=score_heads,
             )
 
-        assert pays(0.1, batch=16, score_heads=8)
-        assert pays(0.05, batch=16, score_heads=8) and not pays(0.05, batch=16, score_heads=0)
-        assert pays(0.1, 16, 8, "kv") and not pays(0.1, 16, 0, "kv")
+        assert pays(0.1, batch=16, score_heads=8) and not pays(0.1, batch=16, score_heads=0)
+        assert pays(0.2, 16, 8, "kv") and not pays(0.2, 16, 0, "kv")
         # One image takes as long as the host does, whatever its attention writes.
         assert not pays(0.5, batch=2, score_heads=0) and not pays(0.5, batch=2, score_heads=8)
         # And with four, it is the scores that take longer.
@@ -290,6 +297,61 @@ class TestBreakEven:
             warnings.simplefilter("error", tomesd.MergeWarning)
             assert not torch.equal(run(model), plain)
         assert "left alone" not in str(tomesd.describe(model, 128, 128))
+
+
+class TestIdleCalls:
+    """A call that is known to merge nothing is not looked at again."""
+
+    @pytest.fixture
+    def model(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr(policy.Device, "of", lambda *_, **__: TestBreakEven.SLOW_LAUNCH)
+        return tomesd.apply_patch(SD1.build(), 0.5)
+
+    @pytest.fixture
+    def visited(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+        """Grids of stacks that it was found out for how many tokens go."""
+        grids: list[tuple[int, int]] = []
+        at_grid = Frame.at_grid
+
+        def record(frame: Frame, grid: tuple[int, int], blocks: int) -> Frame:
+            grids.append(grid)
+            return at_grid(frame, grid, blocks)
+
+        monkeypatch.setattr(Frame, "at_grid", record)
+        return grids
+
+    def test_it_is_found_out_once_for_each_size(self, model: Any, visited: list) -> None:
+        plain = run(SD1.build())
+        for seen in (True, False, False):
+            visited.clear()
+            assert torch.equal(run(model), plain)
+            assert bool(visited) == seen
+        call(model, SD1.inputs(24, 16, 2, 0, 500))
+        assert visited
+
+    def test_it_is_found_out_again_when_attention_is_exchanged(
+        self, model: Any, visited: list
+    ) -> None:
+        run(model)
+        visited.clear()
+        model.set_attn_processor(AttnProcessor())
+        run(model)
+        assert visited
+
+    def test_a_stack_that_was_passed_by_may_merge(self, model: Any, visited: list) -> None:
+        """Caches skip blocks in some steps."""
+        run(model)
+        known = patch_of(model).idle
+        finest = max(visited)
+        for kind, idle in list(known.items()):
+            known[kind] = replace(idle, grids=idle.grids - {finest})
+        visited.clear()
+        run(model)
+        assert set(visited) == {finest}
+
+    def test_a_copy_finds_out_for_itself(self, model: Any) -> None:
+        run(model)
+        assert patch_of(model).idle and not patch_of(copy.deepcopy(model)).idle
 
 
 class Unknown(AttnProcessor):

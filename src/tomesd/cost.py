@@ -32,11 +32,17 @@ _TFLOPS_PER_MULTIPROCESSOR = {
 }
 
 
-# Microseconds to start a kernel on a slow host, by who starts it: PyTorch, the code that
-# torch.compile makes, or a CUDA graph. On a fast host, layers that take about as long as their
-# launches are left alone that would gain a little.
 Launcher = Literal["eager", "compiled", "graph"]
-_HOST: dict[Launcher, float] = {"eager": 50.0, "compiled": 20.0, "graph": 0.0}
+"""Who starts kernels: PyTorch, the code that torch.compile makes, or a CUDA graph."""
+
+# Microseconds that a slow host takes to start a kernel, and to have a block make a plan and merge
+# by it. On a fast host, layers that take about as long as that are left alone that would gain a
+# little.
+_HOST: dict[Launcher, tuple[float, float]] = {
+    "eager": (50.0, 700.0),
+    "compiled": (20.0, 80.0),
+    "graph": (0.0, 0.0),
+}
 
 
 def find_launcher(device: torch.device) -> Launcher:
@@ -90,13 +96,16 @@ class Device:
     """Microseconds that a kernel takes at least."""
     host: float = 0.0
     """Microseconds that the host needs to start a kernel, when it is not replayed from a graph."""
+    plan: float = 0.0
+    """And to make a plan."""
 
     @classmethod
     def of(cls, device: torch.device, launcher: Launcher) -> "Device":
         if device.type == "cpu":
             return cls(operations=1e5, bytes=4e4)
         rate = _gpu_operations(device.index or 0) if device.type == "cuda" else 1e7
-        return cls(rate, rate / _OPERATIONS_PER_BYTE, launch=2.5, host=_HOST[launcher])
+        host, plan = _HOST[launcher]
+        return cls(rate, rate / _OPERATIONS_PER_BYTE, launch=2.5, host=host, plan=plan)
 
     def time(self, operations: float, moved: float, kernels: int) -> float:
         """Microseconds until kernels are done, whether they or their launches take longer."""
@@ -128,8 +137,8 @@ _LAYERS = {
 # Attention that is not fused writes its scores, reads and writes them for the softmax, and reads
 # them again.
 _SCORE_PASSES = 4
-# Launches of matching, small windows and large ones; getting memory for a plan counts as one more.
-_MATCH_KERNELS = (4, 5)
+# Launches of matching, small windows and large ones.
+_MATCH_KERNELS = (3, 4)
 _WIDENING_KERNELS = 10
 
 
@@ -217,6 +226,7 @@ def merging_pays(
         saved -= device.time(batch * reduced, moved, layer.kernels + kernels)
     if target == "stack":
         uses = blocks
-    matching = 2.0 * batch * cells.comparisons * channels
+    comparing = 2.0 * batch * cells.comparisons * channels
     launches = _MATCH_KERNELS[0 if cells.window.fits_one_program else 1]
-    return saved > len(removes) * device.time(matching, 2 * tokens * row, launches) / uses
+    matching = max(device.time(comparing, 2 * tokens * row, launches), device.plan)
+    return saved > len(removes) * matching / uses

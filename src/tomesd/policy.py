@@ -10,7 +10,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -60,6 +60,8 @@ class Patch:
     kept: Kept = field(default_factory=Kept)
     known: dict[Any, Any] = field(default_factory=dict)
     """What has been found out about shapes: tokens to remove, and whether that pays."""
+    idle: dict[Any, "Idle"] = field(default_factory=dict)
+    """Calls of the model that merged nothing, by what they were like."""
     warned: set[str] = field(default_factory=set)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     """By which functions find it that are constant to the compiler, and take constants alone."""
@@ -78,6 +80,13 @@ class Patch:
         """Whether merging pays in any block that has run so far; None if nobody has asked yet."""
         decisions = [known for known in self.known.values() if isinstance(known, bool)]
         return any(decisions) if decisions else None
+
+    def known_idle(self, kind: Any) -> "Idle | None":
+        """What is known of calls of this kind, if they merge nothing."""
+        idle = self.idle.get(kind)
+        if idle is None or any(heads() != told for heads, told in idle.asked):
+            return None
+        return idle
 
     def ratio_at(self, timestep: Any) -> float:
         """What the ratio is at a timestep: a number, or a tensor `[]` or `[T]`."""
@@ -140,6 +149,9 @@ class Visit:
         return max([0, *self.removes.values()])  # the compiler knows no default
 
 
+_NOTHING = Visit((0, 0), 0, {}, decided=True)
+
+
 @dataclass(eq=False)
 class Run:
     """Blocks that follow each other and all work on merged tokens."""
@@ -151,6 +163,20 @@ class Run:
     """What came in, `[B, N, C]`."""
     merged: Tensor
     """The same merged, `[B, M, C]`."""
+
+
+ScoreHeads = Callable[[], int]
+"""Tells how many heads a block's self-attention has, 0 if it is fused."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """What made a call merge nothing, so that others like it need not find that out again."""
+
+    grids: frozenset[tuple[int, int]]
+    """Of its stacks: one that was passed by may merge next time."""
+    asked: tuple[tuple[ScoreHeads, int], ...]
+    """What blocks told about their attention, which may be exchanged."""
 
 
 @dataclass(eq=False)
@@ -167,6 +193,8 @@ class Call:
     """Plans made so far, with their grids and the tokens they remove."""
     masks: list[tuple[Any, Tensor]] = field(default_factory=list)
     """Tokens to protect, by grid."""
+    asked: list[tuple[ScoreHeads, int]] = field(default_factory=list)
+    """Blocks that the decision whether merging pays was made for, and what they told."""
     guided: tuple[Tensor, Tensor] | None = None
     """Where the prompt made a difference at the step before `[b, h, w]`, and whether that was a
     step of the same image `[]`."""
@@ -174,6 +202,9 @@ class Call:
     @property
     def merged(self) -> bool:
         return any(visit.remove > 0 for visit in self.visits)
+
+    def as_idle(self) -> Idle:
+        return Idle(frozenset(visit.grid for visit in self.visits), tuple(self.asked))
 
 
 @dataclass(eq=False)
@@ -193,6 +224,13 @@ class Frame:
     """Inside attention, if it is proportional."""
     early: bool = False
     """Whether the norm before self-attention merges, so that the layer itself need not."""
+    idle: frozenset[tuple[int, int]] = frozenset()
+    """Grids of stacks that are known to merge nothing in such a call."""
+
+    @classmethod
+    def of_idle(cls, patch: Patch, call: Call, idle: Idle) -> "Frame":
+        """The frame inside a model that is known to merge nothing."""
+        return cls(patch, call, patch.settings, visit=_NOTHING, idle=idle.grids)
 
     def at_grid(self, grid: tuple[int, int], blocks: int) -> "Frame":
         """The frame inside a stack of blocks that work on h x w tokens."""
@@ -238,12 +276,8 @@ class Frame:
         """The most tokens to remove in the blocks on this grid."""
         return self.visit.remove if self.visit is not None else 0
 
-    def merges(self, x: Tensor, score_heads: int) -> bool:
-        """Whether to merge tokens in a block with input `x` `[B, N, C]`.
-
-        Args:
-            score_heads: heads of its self-attention, 0 if that is fused.
-        """
+    def merges(self, x: Tensor, score_heads: ScoreHeads) -> bool:
+        """Whether to merge tokens in a block with input `x` `[B, N, C]`."""
         visit = self.visit
         if visit is None or not visit.removes:
             return False
@@ -253,15 +287,16 @@ class Frame:
                 visit.removes, visit.too_small = {}, True
         return bool(visit.removes)
 
-    def _pays(self, visit: Visit, x: Tensor, score_heads: int) -> bool:
-        launcher = find_launcher(x.device)
+    def _pays(self, visit: Visit, x: Tensor, score_heads: ScoreHeads) -> bool:
+        launcher, heads = find_launcher(x.device), score_heads()
         if torch.compiler.is_compiling():
-            return _pays(self.patch, visit, x, launcher, score_heads)
+            return _pays(self.patch, visit, x, launcher, heads)
+        self.call.asked.append((score_heads, heads))
         known = self.patch.known
         stack = (visit.grid, visit.blocks, tuple(visit.removes.items()))
-        key = (stack, x.shape, x.dtype, x.device, launcher, score_heads)
+        key = (stack, x.shape, x.dtype, x.device, launcher, heads)
         if key not in known:
-            known[key] = _pays(self.patch, visit, x, launcher, score_heads)
+            known[key] = _pays(self.patch, visit, x, launcher, heads)
         return known[key]
 
     def in_block(self, block: nn.Module, x: Tensor) -> "Frame":
@@ -269,7 +304,9 @@ class Frame:
         assert self.visit is not None
         place = f"{self.visit.number}_{self.visit.merging}"
         self.visit.merging += 1
-        frame = replace(self, block=block, place=place, plans={})
+        frame = Frame(
+            self.patch, self.call, self.settings, self.grid, self.visit, block=block, place=place
+        )
         for kinds, remove in self.visit.removes.items():
             plan = self.patch.planner(frame, x, remove)
             frame.plans.update(dict.fromkeys(kinds, plan))
@@ -278,7 +315,12 @@ class Frame:
     @property
     def cells(self) -> Cells:
         assert self.grid is not None
-        return cells_of(self.settings, *self.grid)
+        if torch.compiler.is_compiling() or self.settings is not self.patch.settings:
+            return cells_of(self.settings, *self.grid)
+        known = self.patch.known
+        if self.grid not in known:
+            known[self.grid] = cells_of(self.settings, *self.grid)
+        return known[self.grid]
 
     @property
     def level(self) -> int:

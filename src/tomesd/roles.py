@@ -15,11 +15,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .cost import find_launcher
 from .plan import MergePlan
 from .planning import note_guidance, note_output, recall_guidance
 from .policy import Call, Frame, Patch, Run, Visit, current_frame, enter_frame
@@ -73,11 +75,26 @@ class Root(Role):
         if patch.settings.changes and value is not None:
             call.ratio = patch.ratio_at(value)
         recall_guidance(patch, call, latent)
-        output = run_inside(Frame(patch, call, patch.settings), inner, *args, **kwargs)
+        kind = _kind_of(call, latent)
+        idle = patch.known_idle(kind) if kind is not None else None
+        frame = Frame.of_idle(patch, call, idle) if idle else Frame(patch, call, patch.settings)
+        output = run_inside(frame, inner, *args, **kwargs)
         note_guidance(patch, call, output)
-        if patch.settings.active and call.ratio != 0 and not call.merged:
-            patch.warn_once(_nothing_merged(patch.settings, call))
+        if idle is None and not call.merged:
+            if kind is not None:
+                patch.idle[kind] = call.as_idle()
+            if patch.settings.active and call.ratio != 0:
+                patch.warn_once(_nothing_merged(patch.settings, call))
         return output
+
+
+def _kind_of(call: Call, latent: Tensor) -> Any:
+    """Equal for calls that go the same way, as far as the model as a whole can tell."""
+    if torch.compiler.is_compiling():
+        return None
+    launcher = find_launcher(latent.device)
+    gradients = torch.is_grad_enabled()
+    return (latent.shape, latent.dtype, latent.device, launcher, call.ratio, gradients)
 
 
 def _on_device(timestep: Any, device: torch.device) -> Tensor | None:
@@ -118,6 +135,8 @@ class Stack(Role):
         if frame is None:
             _refuse_outside(patch, module)
             frame = Frame(patch, Call(grid), patch.settings)
+        if grid in frame.idle:
+            return inner(*args, **kwargs)
         blocks = len(module.transformer_blocks)  # type: ignore[arg-type]
         return run_inside(frame.at_grid(grid, blocks), inner, *args, **kwargs)
 
@@ -149,7 +168,7 @@ class Block(Role):
             frame = _square_frame(patch, x)
         if frame.visit is not None and frame.visit.run is not None:
             return self._go_on(frame.visit.run, frame.visit, inner, args, kwargs)
-        if not frame.merges(x, self._score_heads(module)):
+        if not frame.merges(x, partial(self._score_heads, module)):
             return inner(*args, **kwargs)
         aligned = self._given_aligned(args, kwargs)
         reason = self._reason_to_skip(frame, x, aligned)
@@ -159,8 +178,7 @@ class Block(Role):
         frame = frame.in_block(module, x)
         if frame.settings.whole_blocks:
             return self._run_merged(frame, inner, x, args, kwargs)
-        if aligned is None and self._can_merge_early(frame, module, inner):
-            frame = replace(frame, early=True)
+        frame.early = aligned is None and self._can_merge_early(frame, module, inner)
         output = run_inside(frame, inner, *args, **kwargs)
         note_output(frame, output)
         return output

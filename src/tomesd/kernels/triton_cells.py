@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .cells import Cells
 from .draw import MASK, MULTIPLIERS
+from .triton_launch import power_of_2
 
 __all__ = ["dst_token", "inverse_length", "src_token", "window_tile"]
 
@@ -123,8 +124,8 @@ def src_token(
 
 def window_tile(window: Cells) -> dict[str, Any]:
     """Of kernels whose programs hold all sources and all destinations of a window each."""
-    sources = max(16, triton.next_power_of_2(window.sources))
-    destinations = max(16, triton.next_power_of_2(window.count))
+    sources = max(16, power_of_2(window.sources))
+    destinations = max(16, power_of_2(window.count))
     return {
         "BLOCK_S": sources,
         "BLOCK_D": destinations,

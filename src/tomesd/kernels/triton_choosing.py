@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cells import Cells
 from .triton_cells import dst_token, src_token, window_tile
-from .triton_launch import blocks
+from .triton_launch import blocks, power_of_2
 
 __all__ = ["choose_sources"]
 
@@ -254,7 +254,7 @@ def choose_sources(
         plan: where to write slot, order and span.
     """
     batch, window = score.shape[0], cells.window
-    block = min(triton.next_power_of_2(cells.sources), 8192)
+    block = min(power_of_2(cells.sources), 8192)
     wrap_triton(_choose)[(batch,)](
         score, match, clock, cells.sources, remove, BLOCK=block, num_warps=8, num_stages=1
     )

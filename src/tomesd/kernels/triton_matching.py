@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .cells import Cells
 from .triton_choosing import choose_sources
-from .triton_launch import as_it_is
+from .triton_launch import power_of_2, quickly
 from .triton_search import search
 
 __all__ = ["match_tokens", "match_tokens_op"]
@@ -50,7 +50,7 @@ def match_tokens(
     remove: int,
     key: int,
     refresh: int,
-    wrap_triton: Callable[[Any], Any] = as_it_is,
+    wrap_triton: Callable[[Any], Any] = quickly,
 ) -> None:
     """See `kernels.match_tokens`; `wrap_triton`: see `triton_launch`."""
     metric = metric.contiguous()
@@ -59,7 +59,7 @@ def match_tokens(
     if clock is not None:
         assert timestep is not None
         times = int(timestep.shape[0])
-        block = triton.next_power_of_2(times)
+        block = power_of_2(times)
         wrap_triton(_tick)[(1,)](clock, timestep, refresh, times, BLOCK=block)
     destinations = _destinations(metric, timestep, offsets, cells, key)
     score, match = search(metric, cells, destinations, clock, wrap_triton)

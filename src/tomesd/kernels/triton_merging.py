@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
-from .triton_launch import as_it_is, blocks
+from .triton_launch import blocks, quickly
 
 __all__ = ["slot_gather", "slot_mean", "slot_mean_op", "slot_restore"]
 
@@ -92,7 +92,7 @@ def slot_mean(
     slot: Tensor,
     order: Tensor,
     span: Tensor,
-    wrap_triton: Callable[[Any], Any] = as_it_is,
+    wrap_triton: Callable[[Any], Any] = quickly,
 ) -> Tensor:
     """See `kernels.slot_mean`; `wrap_triton`: see `triton_launch`."""
     batch, n, channels = x.shape
@@ -120,7 +120,7 @@ def slot_gather(y: Tensor, slot: Tensor) -> Tensor:
     batch, slots, channels = y.shape
     n = slot.shape[1]
     out = y.new_empty(batch, n, channels)
-    _slot_gather[(blocks(n, 8), blocks(channels, 256), batch)](
+    quickly(_slot_gather)[(blocks(n, 8), blocks(channels, 256), batch)](
         y.contiguous(), slot, out, n, slots, channels, 8, 256
     )
     return out
@@ -130,7 +130,7 @@ def slot_restore(x: Tensor, y: Tensor, merged: Tensor, slot: Tensor) -> Tensor:
     """See `kernels.slot_restore`."""
     batch, n, channels = x.shape
     out = x.new_empty(batch, n, channels)
-    _slot_restore[(blocks(n, 8), blocks(channels, 256), batch)](
+    quickly(_slot_restore)[(blocks(n, 8), blocks(channels, 256), batch)](
         x.contiguous(),
         y.contiguous(),
         merged.contiguous(),

@@ -87,15 +87,10 @@ class Run:
 
     def _known(self, of: Any, candidate: Candidate) -> bool:
         """Whether there is such a row; one of the same images by another name becomes one."""
-        bench = self.bench
-        row = bench.find(of, candidate)
-        if row is None:
-            twin = bench.twin(of, candidate)
-            if twin is None:
-                return False
-            row = bench.add({**twin, **bench.place(of, candidate)})
-        self.rows.append(row)
-        return True
+        row = self.bench.find(of, candidate) or self.bench.adopt(of, candidate)
+        if row is not None:
+            self.rows.append(row)
+        return row is not None
 
     def speeds(self, candidates: list[Candidate]) -> None:
         for candidate in candidates:

@@ -180,16 +180,25 @@ class Bench:
             "place": of.place(candidate),
         }
 
-    def twin(self, of: Section, candidate: Candidate, mode: str) -> Row | None:
-        """A row of the same images under another name or in another table, however made."""
-        names = ("section", "setting", "label", "place", "mode", "layout")
-        wanted = {k: v for k, v in self.identity(of, candidate, mode).items() if k not in names}
-        wanted = as_read(wanted)
+    def adopt(self, of: Section, candidate: Candidate) -> Row | None:
+        """A row of the same images by another name or in another table, made one of this table.
+
+        However they were made: it tells that.
+        """
+        place = {
+            "section": f"quality-{of.name}",
+            "setting": candidate.group,
+            "label": candidate.label,
+            "place": of.place(candidate),
+        }
+        free = (*place, "mode", "layout")
+        wanted = as_read(self.identity(of, candidate, mode=""))
+        wanted = {name: value for name, value in wanted.items() if name not in free}
         if of.name != "search":
             wanted["unmerged_set"] = _unmerged_set(of)
         for row in self.known.values():
             if all(row.get(name) == value for name, value in wanted.items()):
-                return {k: v for k, v in row.items() if k not in ("run", "date")}
+                return self.add({**row, **place})
         return None
 
     def rows(self, job: Job, mode: str) -> tuple[list[Row], Tensor]:

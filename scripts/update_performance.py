@@ -202,18 +202,15 @@ def compiled(document: Document) -> None:
         shown = [with_spread(one, one.find(label)) for label in ("unpatched", *labels)]
         lines.append([one.first["setting"], mode, *shown, one.first.get("commit") or "-"])
     words = """
-Milliseconds per step, everything compiled in one piece in the default mode, which launches kernels
-from the host; ± is the spread (interquartile range), and in brackets, how many times as fast as
-compiled alone. Compiled models launch the kernels of this library themselves."""
+Milliseconds per step, everything compiled in one piece; ± is the spread (interquartile range), and
+in brackets, how many times as fast as compiled alone. In the default mode, the host launches the
+kernels, those of this library too, past PyTorch's dispatcher. *Autotune* is max-autotune without
+coordinate descent, which takes too long to compile here, with matrix products of ATen; it replays
+CUDA graphs."""
     if any(one not in last for one in found):
-        words += """ A second line of a setting is from an earlier commit, whose kernels were still
-called through PyTorch's dispatcher: it is there for the variants that have no newer row."""
+        words += """ A second line of a setting is from an earlier commit, and another host: it is
+there for the variants that have no newer row."""
     words += "".join(slower_compiled(one) for one in last)
-    if not any("max-autotune" in one.first["mode"] for one in last):
-        words += """
-
-The mode max-autotune has not been measured: variants that were compiled and tuned at the same time
-on one GPU were not ready in the time they had."""
     document.add("torch.compile", words, markdown(header, lines), found)
 
 
@@ -247,14 +244,13 @@ def slower_compiled(found: Comparison) -> str:
         return ""
     if merged[0]["seconds"] <= base["seconds"]:
         return ""
-    spreads = [spread(row) for row in sorted(merged, key=lambda row: row["spread"])]
+    cells = ", ".join(f"{row['label']} {ms(row)} ± {spread(row)}" for row in merged)
     return f"""
 
-On this machine, {title_of(found)}, is bound by the host in this mode: {ms(base)} ms unpatched with
-a spread of {spread(base)} ms, {ms(merged[0])} to {ms(merged[-1])} ms merged with spreads of
-{spreads[0]} to {spreads[-1]} ms. Merging does not pay there without CUDA graphs, which the first
-table is measured with. These rows merge with `when="always"`; by default, such a model is left
-alone in this mode, and merged in those that replay graphs (`reduce-overhead`, `max-autotune`)."""
+In {title_of(found)}, no merged variant was faster than the compiled model alone in the last run:
+{ms(base)} ± {spread(base)} ms, and {cells}. The spreads point to the host, which launches kernels
+more slowly than the GPU runs them: then no layer gets faster by doing less. CUDA graphs help. These
+rows merge with `when="always"`."""
 
 
 def paper(document: Document) -> None:

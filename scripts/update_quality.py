@@ -79,7 +79,8 @@ class Document:
         last = {}
         for row in read_rows(results):
             names = ("section", "setting", "variant", "label", "settings")
-            last[json.dumps([row.get(name) for name in names], sort_keys=True)] = row
+            key = [gave_up_evenly(row), *(row.get(name) for name in names)]
+            last[json.dumps(key, sort_keys=True)] = row
         self.rows = list(last.values())
         if not self.rows:
             raise SystemExit(f"{results}: has no rows; benchmarks/quality.py makes them")
@@ -302,7 +303,6 @@ are of Stable Diffusion: only their order can be compared. Destinations drawn an
         found = [row for row in rows if row["setting"] == group]
         if found:
             header = [group, "paper: FID", "FID", "FID to unmerged", "LPIPS", "PSNR"]
-            header += [f"speed-up, {name.split()[0]}" for name in SPEEDS.values()]
             lines = [
                 [
                     row["label"],
@@ -311,7 +311,6 @@ are of Stable Diffusion: only their order can be compared. Destinations drawn an
                     value(row, "fid_unmerged", 2),
                     value(row, "lpips", 4),
                     value(row, "psnr", 2),
-                    *(times(row.get(name)) for name in SPEEDS),
                 ]
                 for row in found
             ]

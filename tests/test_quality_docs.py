@@ -15,6 +15,7 @@ import quality_sampling as sampling
 import quality_settings as settings
 import torch
 import update_quality
+from quality_bench import Bench
 
 import tomesd
 from tomesd.generation import load_pipeline
@@ -223,6 +224,24 @@ def test_rows_are_taken_over_once(tmp_path: Path) -> None:
     assert [json.loads(line) for line in out.read_text().splitlines()] == [newer, two]
     with pytest.raises(ValueError, match=r"done='.*none.jsonl': no such file"):
         work.take_over(out, [tmp_path / "none.jsonl"])
+
+
+def test_images_of_another_table_are_not_made_again(tmp_path: Path) -> None:
+    args = quality.parsed(["--device", "cpu", "--images", "2", "--out", str(tmp_path)])
+    bench = Bench(args)
+    candidate = settings.original(0.5)
+    paper, front = (work.Section(name, 2, 50, "plms", [candidate]) for name in ("paper", "front"))
+    assert bench.adopt(front, candidate) is None
+    made = bench.identity(paper, candidate, "compiled")
+    made |= {"lpips": 0.5, "unmerged_set": "same seeds", "commit": "abc", "date": "2025-01-01"}
+    bench.add(made)
+    found = bench.adopt(front, candidate)
+    assert found is not None and found["section"] == "quality-front"
+    told = {name: found[name] for name in ("lpips", "mode", "commit", "date")}
+    assert told == {"lpips": 0.5, "mode": "compiled", "commit": "abc", "date": "2025-01-01"}
+    assert bench.find(front, candidate) == found
+    fewer = work.Section("front", 1, 50, "plms", [candidate])
+    assert bench.adopt(fewer, candidate) is None
 
 
 @pytest.mark.parametrize("name", ["paper", "ablations", "search"])

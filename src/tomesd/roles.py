@@ -135,7 +135,7 @@ class Stack(Role):
         if frame is None:
             _refuse_outside(patch, module)
             frame = Frame(patch, Call(grid), patch.settings)
-        if grid in frame.idle:
+        if frame.idle and grid in frame.idle:  # never when compiling, where a grid may be symbols
             return inner(*args, **kwargs)
         blocks = len(module.transformer_blocks)  # type: ignore[arg-type]
         return run_inside(frame.at_grid(grid, blocks), inner, *args, **kwargs)

@@ -117,8 +117,9 @@ class RowFile:
         return next((done for done in self.rows if _identity(done) == wanted), None)
 
     def add(self, row: Row) -> Row:
+        """Adds what it was measured with; a row that tells that already keeps it."""
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        row = {"run": self.run, "date": date, **row, **self._environment}
+        row = {"run": self.run, "date": date, **row, **{**self._environment, **row}}
         row = json.loads(json.dumps(row))  # as it will be read
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _drop_cut_line(self.path)

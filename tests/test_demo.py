@@ -13,7 +13,8 @@ from PIL import Image
 
 import tomesd
 from tomesd.cli.run import run
-from tomesd.generation import load_pipeline, sample
+from tomesd.generation import comparison, load_pipeline, sample
+from tomesd.generation.sampling import Sample
 
 TRAINING = Path(__file__).parents[1] / "demo_model" / "training"
 PROMPT = "a fox and two pears on a green gradient background"
@@ -52,6 +53,13 @@ def test_merged_images_differ_but_stay_close(demo: Path) -> None:
 def test_higher_ratios_are_not_closer(demo: Path) -> None:
     psnr = [row["psnr"] for row in rows(demo)[1:]]
     assert psnr == sorted(psnr, reverse=True)
+
+
+def test_recording_one_image_is_not_counted_as_the_memory_of_merging() -> None:
+    image = Image.new("RGB", (16, 16))
+    recorded, plain = (Sample(image, 1.0, 0.5, peak_mib, {}) for peak_mib in (300.0, 200.0))
+    row = comparison._row(0.5, [recorded, plain], [plain, plain], 8)
+    assert row.peak_mib == 200.0
 
 
 def test_a_second_run_gives_the_same_bytes(demo: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class _Quick:
             driver.active.get_current_device(),
             *[kwargs.get(name) for name in _OPTIONS],
             *[
-                (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else value
+                (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else value
                 for value in values
             ],
         )

@@ -20,6 +20,7 @@ from tomesd import Settings
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+STEPS = 50  # of the images in the paper
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -56,11 +57,8 @@ def demo() -> str:
         if row["psnr"] is not None:
             quality = [f"{row['psnr']:.1f} dB", f"{row['ssim']:.3f}"]
         step = f"{row['step_seconds']:.2f} s ({base / row['step_seconds']:.2f}x)"
-        memory = f"{row['peak_mib']:.0f} MiB"
-        rows.append([f"{row['ratio']:g}", f"{row['tokens']:,}", step, memory, *quality])
-    return table(
-        ["ratio", "tokens", "a step on two CPU cores", "peak memory", "PSNR", "SSIM"], rows
-    )
+        rows.append([f"{row['ratio']:g}", f"{row['tokens']:,}", step, *quality])
+    return table(["ratio", "tokens", "a step on two CPU cores", "PSNR", "SSIM"], rows)
 
 
 def speed() -> str:
@@ -77,6 +75,29 @@ def speed() -> str:
             cells.append(f"{1000 * seconds[label]:.1f} ms ({base / seconds[label]:.2f}x)")
         lines.append([setting, *cells])
     return table(["one step of", "unpatched", "tomesd 0.1.3", "this library"], lines)
+
+
+def paper() -> str:
+    """Time and memory per image of the paper's set-up, at its ratios; the last run counts."""
+    measured = [row for row in results("gpu") if row["section"] == "paper"]
+    measured = [row for row in measured if row["run"] == measured[-1]["run"]]
+    base = next(row for row in measured if row["variant"] == "unpatched")
+
+    def cells(row: dict) -> list[str]:
+        seconds = STEPS * row["seconds"] / row["images"]
+        gib = row["peak_mib"] / row["images"] / 1024
+        if row is base:
+            return [f"{seconds:.2f} s", f"{gib:.2f} GiB"]
+        share = row["peak_mib"] / base["peak_mib"]
+        gain = base["seconds"] / row["seconds"]
+        return [f"{seconds:.2f} s ({gain:.2f}x)", f"{gib:.2f} GiB ({share:.2f}x)"]
+
+    lines = [["0", *cells(base), *cells(base)]]
+    found = {(row["variant"], row["settings"]["ratio"]): row for row in measured if row is not base}
+    for ratio in sorted({ratio for _, ratio in found}):
+        sides = (cells(found[variant, ratio]) for variant in ("original", "tomesd"))
+        lines.append([f"{ratio:g}", *itertools.chain(*sides)])
+    return table(["ratio", "tomesd 0.1.3", "memory", "this library", "memory"], lines)
 
 
 def quality() -> str:
@@ -130,7 +151,7 @@ def fill(text: str, name: str, content: str) -> str:
 def main() -> None:
     old = README.read_text()
     new = old
-    for make in (demo, options, quality, speed, memory):
+    for make in (demo, options, quality, paper, speed, memory):
         new = fill(new, make.__name__, make())
     if "--check" in sys.argv:
         if new != old:

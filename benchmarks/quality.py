@@ -9,9 +9,9 @@ made; those that are there, or in the files of `--done`, are not made again, and
 `--budget-seconds` are over, no further one is begun. Images stay on the device; a sheet with a few
 of them is written for each section.
 
-Sections: paper, windows, ablations, seed (50 PLMS steps), search (30 DDIM steps), front (50 PLMS
-steps, the settings in the JSON list of `--front`); speed: times and memory of the settings of
-paper, seed and, with `--front`, front, to be measured alone on the GPU.
+Sections: paper, windows, far (for `--size 512`), ablations, seed (50 PLMS steps), search (30 DDIM
+steps), front (50 PLMS steps, the settings in the JSON list of `--front`); speed: times and memory
+of the settings of paper, seed and, with `--front`, front, to be measured alone on the GPU.
 
 With `--compile parts`, what is the same in all rows is compiled once. With `--compile whole`, each
 row of many images compiles the whole UNet, which samples faster, and one process compiles while
@@ -41,7 +41,7 @@ from tomesd.bench.rows import Row
 from tomesd.evaluation.figures import pareto_front
 
 TIMED = ("paper", "front", "seed")
-SECTIONS = ("paper", "windows", "ablations", "seed", "search", "front", "speed")
+SECTIONS = ("paper", "windows", "ablations", "seed", "search", "front", "far", "speed")
 SCORES = (("psnr", 2), ("lpips", 4), ("fid", 2), ("fid_unmerged", 2))
 FURTHER = (
     ("mib_fused", 1, "MiB"),

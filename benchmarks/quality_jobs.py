@@ -41,6 +41,7 @@ def section(name: str, args: argparse.Namespace, pipe: Any) -> Section:
     lists: dict[str, Callable[[], list[Candidate]]] = {
         "paper": quality_settings.paper,
         "windows": quality_settings.windows,
+        "far": quality_settings.far,
         "ablations": quality_settings.ablations,
         "seed": lambda: quality_settings.seed(threshold(pipe, 0.4)),
         "front": lambda: quality_settings.front(args.front),

@@ -104,6 +104,12 @@ def windows() -> list[Candidate]:
     ]
 
 
+def far() -> list[Candidate]:
+    """The same where nearly every source has to merge; to be run on more tokens than usual."""
+    rows = [ours(f"windows of {side}x{side}", ratio=0.75, window=side) for side in (64, 32, 8)]
+    return [original(0.75), ours("whole image", ratio=0.75, window=0), *rows]
+
+
 def ablations() -> list[Candidate]:
     """Each from the paper's starting point: everything is merged at all levels, r = 0.5.
 

@@ -249,30 +249,47 @@ def side_by_side(rows: list[Row]) -> str:
 
 def windows(document: Document) -> None:
     title = "Where tokens look for their like"
-    rows = [row for name in ("paper", "front", "windows") for row in document.section(name)]
-    rows = [row for row in rows if row["settings"].get("ratio") == 0.3]
-    places = {words: row for row in rows if (words := where_it_looks(row)) is not None}
-    rows = list(places.values())
-    if len(rows) < 2:
+    near = by_place(document, 0.3, "paper", "front", "windows")
+    if len(near) < 2:
         document.missing(title)
         return
-    header = ["r = 0.3", "FID", "KID x 1000", "PSNR", "SSIM", "LPIPS"]
+    how = f"""
+{images_of(list(near.values()))}. In the whole image, as in the paper, or in a window of 8x8 tokens,
+which takes far fewer comparisons. In both, the most similar tokens of the image are merged. That
+every window gives up the same share of its tokens was tried, and dropped."""
+    parts = [filled(how), place_table("r = 0.3", near)]
+    far = by_place(document, 0.75, "far")
+    if far:
+        how = f"""
+At the cap, where every source has to merge, and on more tokens ({images_of(list(far.values()))}; a
+size that the model was not trained for):"""
+        parts += [filled(how), place_table("r = 0.75", far)]
+    document.add(title, *parts, rows=[*near.values(), *far.values()])
+
+
+def by_place(document: Document, ratio: float, *sections: str) -> dict[str, Row]:
+    """The rows at a ratio that differ by where tokens look, by words for that."""
+    rows = [row for name in sections for row in document.section(name)]
+    rows = [row for row in rows if row["settings"].get("ratio") == ratio]
+    places = {words: row for row in rows if (words := where_it_looks(row)) is not None}
+    return dict(sorted(places.items()))
+
+
+def place_table(first: str, places: dict[str, Row]) -> str:
+    header = [first, "FID", "FID to unmerged", "KID x 1000", "PSNR", "SSIM", "LPIPS"]
     lines = [
         [
             words,
             value(row, "fid", 2),
+            value(row, "fid_unmerged", 2),
             value(row, "kid", 2, 1000),
             value(row, "psnr", 2),
             value(row, "ssim", 3),
             value(row, "lpips", 4),
         ]
-        for words, row in sorted(places.items())
+        for words, row in places.items()
     ]
-    how = f"""
-{images_of(rows)}. In the whole image, as in the paper, or in a window of 8x8 tokens, which takes
-far fewer comparisons. In both, the most similar tokens of the image are merged. That every window
-gives up the same share of its tokens was tried, and dropped."""
-    document.add(title, filled(how), markdown(header, lines), rows=rows)
+    return markdown(header, lines)
 
 
 def where_it_looks(row: Row) -> str | None:

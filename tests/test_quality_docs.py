@@ -244,7 +244,7 @@ def test_images_of_another_table_are_not_made_again(tmp_path: Path) -> None:
     assert bench.adopt(fewer, candidate) is None
 
 
-@pytest.mark.parametrize("name", ["paper", "ablations", "search"])
+@pytest.mark.parametrize("name", ["paper", "windows", "far", "ablations", "search"])
 def test_every_candidate_has_valid_settings(name: str) -> None:
     candidates = getattr(settings, name)()
     names = [(c.variant, c.group, c.label) for c in candidates]
@@ -342,8 +342,13 @@ def test_the_table_of_windows(tmp_path: Path) -> None:
         for label, window, fid in (("whole image", 0, 40.0), ("windows of 8x8", 8, 50.0))
     ]
     text = documents(tmp_path, rows)
-    assert "| the whole image | 40.00 ± 4.00 | - | - | - | - |" in text
-    assert "| windows of 8x8 | 50.00 ± 5.00 | - | - | - | - |" in text
+    assert "| the whole image | 40.00 ± 4.00 | - | - | - | - | - |" in text
+    assert "| windows of 8x8 | 50.00 ± 5.00 | - | - | - | - | - |" in text
+    assert "At the cap" not in text
+    far = {"ratio": 0.75, "window": 64}
+    rows.append(made_up("far", "tomesd", "windows of 64x64", lpips=0.1, settings=far))
+    text = documents(tmp_path, rows)
+    assert "| windows of 64x64 | - | - | - | - | - | 0.1000 ± 0.0100 |" in text
 
 
 def test_speeds_are_joined_to_images(tmp_path: Path) -> None:

@@ -349,6 +349,16 @@ class TestIdleCalls:
         run(model)
         assert set(visited) == {finest}
 
+    def test_what_compiled_blocks_decided_is_not_kept(self, model: Any) -> None:
+        """They are compiled anew when attention is exchanged, and decide anew."""
+        torch._dynamo.reset()
+        for block in model.modules():
+            if type(block).__name__ == "BasicTransformerBlock":
+                block.compile(backend="eager")
+        run(model)
+        torch._dynamo.reset()
+        assert not patch_of(model).idle
+
     def test_a_copy_finds_out_for_itself(self, model: Any) -> None:
         run(model)
         assert patch_of(model).idle and not patch_of(copy.deepcopy(model)).idle

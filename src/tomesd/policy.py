@@ -203,7 +203,10 @@ class Call:
     def merged(self) -> bool:
         return any(visit.remove > 0 for visit in self.visits)
 
-    def as_idle(self) -> Idle:
+    def as_idle(self) -> Idle | None:
+        """Of a call that merged nothing; None if a compiled block decided that: it asks anew."""
+        if len(self.asked) < sum(visit.too_small for visit in self.visits):
+            return None
         return Idle(frozenset(visit.grid for visit in self.visits), tuple(self.asked))
 
 

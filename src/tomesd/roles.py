@@ -81,8 +81,8 @@ class Root(Role):
         output = run_inside(frame, inner, *args, **kwargs)
         note_guidance(patch, call, output)
         if idle is None and not call.merged:
-            if kind is not None:
-                patch.idle[kind] = call.as_idle()
+            if kind is not None and (noted := call.as_idle()) is not None:
+                patch.idle[kind] = noted
             if patch.settings.active and call.ratio != 0:
                 patch.warn_once(_nothing_merged(patch.settings, call))
         return output

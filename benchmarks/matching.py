@@ -17,7 +17,8 @@ from tomesd.bench.measure import MemoryProbe, attempt, free_memory, take_turns, 
 from tomesd.bench.modes import Graph
 from tomesd.bench.rows import Row
 from tomesd.planning import make_plan, shared_plan
-from tomesd.policy import Call, Frame, Patch
+from tomesd.policy import Call, Frame
+from tomesd.shared import Patch
 
 SIDES = (32, 48, 64, 96, 128, 192, 256)
 BATCH, CHANNELS = 2, 320

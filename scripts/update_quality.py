@@ -193,7 +193,7 @@ def gave_up_evenly(row: Row) -> bool:
     return row["variant"] == "tomesd" and row["commit"] in ("e1ddc58", "8f8ac60")
 
 
-def paper_cells(row: Row, base: Row) -> list[str]:
+def score_cells(row: Row) -> list[str]:
     return [
         value(row, "fid", 2),
         value(row, "fid_unmerged", 2),
@@ -201,6 +201,12 @@ def paper_cells(row: Row, base: Row) -> list[str]:
         value(row, "psnr", 2),
         value(row, "ssim", 3),
         value(row, "lpips", 4),
+    ]
+
+
+def paper_cells(row: Row, base: Row) -> list[str]:
+    return [
+        *score_cells(row),
         share_of(row, "step_ms_unfused", "ms", 1 / row.get("speedup_unfused", 1.0)),
         share_of(row, "mib_unfused", "MiB", ratio_of(row, base, "mib_unfused")),
     ]
@@ -277,19 +283,7 @@ def by_place(document: Document, ratio: float, *sections: str) -> dict[str, Row]
 
 def place_table(first: str, places: dict[str, Row]) -> str:
     header = [first, "FID", "FID to unmerged", "KID x 1000", "PSNR", "SSIM", "LPIPS"]
-    lines = [
-        [
-            words,
-            value(row, "fid", 2),
-            value(row, "fid_unmerged", 2),
-            value(row, "kid", 2, 1000),
-            value(row, "psnr", 2),
-            value(row, "ssim", 3),
-            value(row, "lpips", 4),
-        ]
-        for words, row in places.items()
-    ]
-    return markdown(header, lines)
+    return markdown(header, [[words, *score_cells(row)] for words, row in places.items()])
 
 
 def where_it_looks(row: Row) -> str | None:

@@ -10,7 +10,6 @@ from torch import nn
 from .hosts import find_modules, find_noise, find_targets
 from .patch import patch_of, restore, swap
 from .planning import shared_plan
-from .policy import Patch
 from .presets import Preset, changed
 from .presets import preset as preset_options
 from .roles import Block, Layer, Norm, Projection, Role
@@ -25,6 +24,7 @@ from .settings import (
     Target,
     When,
 )
+from .shared import Patch
 
 __all__ = ["apply_patch", "patched", "remove_patch"]
 

@@ -2,7 +2,7 @@
 
 The estimate knows shapes and the kind of device, and takes no measurements: the same model on the
 same machine always merges the same layers. What it has to get right is the sign, far from the
-break-even, so the numbers are round ones; docs/performance.md has the measurements behind them.
+break-even, so the numbers are round ones; docs/performance.md shows what they lead to.
 """
 
 from dataclasses import dataclass

@@ -12,9 +12,10 @@ from .hosts import Target, UnsupportedModelError, find_targets
 from .hosts.inputs import example_inputs
 from .kernels import Cells
 from .patch import patch_of
-from .policy import Call, Frame, Patch, Visit
+from .policy import Call, Frame, Visit
 from .roles import run_inside
 from .settings import Settings
+from .shared import Patch
 
 __all__ = ["Description", "Level", "Part", "describe"]
 

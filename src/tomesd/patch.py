@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from .policy import Frame, Patch, current_frame, is_idle
+from .policy import Frame, current_frame, is_idle
 from .roles import Block, Role, Root, Stack, run_inside
+from .shared import Patch
 
 __all__ = ["class_made", "original_class", "patch_of", "restore", "role_of", "swap"]
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from . import kernels
 from .metric import angle_to_mean, mask_on_grid, most_guided
 from .plan import MergePlan
-from .policy import Call, Frame, Patch
+from .policy import Call, Frame
 from .selectors import SELECTORS
+from .shared import Patch
 
 __all__ = ["make_plan", "note_guidance", "note_output", "recall_guidance", "shared_plan"]
 

@@ -1,125 +1,37 @@
 """Where and when to merge: what a running model knows, and what follows from it.
 
 A `Frame` is what one call of the model knows at one place: image size, timestep, grid, plan. Going
-deeper into the model makes a new one; frames are not changed, but for plans that layers take out.
+deeper into the model makes a new one; once entered, a frame is not changed, but for plans that
+layers take out.
 The current frame belongs to the calling thread, so threads can share a model, and it can be kept
 and entered again later, which is what gradient checkpointing needs.
 """
 
 import threading
-import uuid
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from .cost import Device, Launcher, find_launcher, merging_pays
 from .grids import cells_of, level_merges, level_of, removable
-from .kept import Kept
 from .kernels import Cells
 from .plan import MergePlan
 from .proportional import Proportion
-from .schedule import Noise, ratio_at
-from .settings import MergeWarning, Settings
+from .settings import Settings
+from .shared import Idle, Patch, ScoreHeads
 
 __all__ = [
     "Call",
     "Frame",
-    "Patch",
-    "Planner",
     "Run",
     "Visit",
     "current_frame",
     "enter_frame",
     "is_idle",
 ]
-
-
-Planner = Callable[["Frame", Tensor, int], Any]
-"""Makes a plan of a block from its frame, its input `[B, N, C]` and the tokens to remove."""
-
-
-_patches: "WeakValueDictionary[str, Patch]" = WeakValueDictionary()
-
-
-@dataclass(eq=False)
-class Patch:
-    """What all patched modules of one model share."""
-
-    settings: Settings
-    rooted: bool
-    """Whether a model around the blocks notes image size and timestep."""
-    planner: Planner
-    noise: Noise = field(default_factory=Noise)
-    blocks: int = 1
-    """Transformer blocks in the model."""
-    kept: Kept = field(default_factory=Kept)
-    known: dict[Any, Any] = field(default_factory=dict)
-    """What has been found out about shapes: tokens to remove, and whether that pays."""
-    idle: dict[Any, "Idle"] = field(default_factory=dict)
-    """Calls of the model that merged nothing, by what they were like."""
-    warned: set[str] = field(default_factory=set)
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """By which functions find it that are constant to the compiler, and take constants alone."""
-
-    def __post_init__(self) -> None:
-        _patches[self.name] = self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Patch, (self.settings, self.rooted, self.planner, self.noise, self.blocks)
-
-    def warn_once(self, message: str) -> None:
-        _warn_once(self.name, message)
-
-    @property
-    def pays(self) -> bool | None:
-        """Whether merging pays in any block that has run so far; None if nobody has asked yet."""
-        decisions = [known for known in self.known.values() if isinstance(known, bool)]
-        return any(decisions) if decisions else None
-
-    def known_idle(self, kind: Any) -> "Idle | None":
-        """What is known of calls of this kind, if they merge nothing."""
-        idle = self.idle.get(kind)
-        if idle is None or any(heads() != told for heads, told in idle.asked):
-            return None
-        return idle
-
-    def ratio_at(self, timestep: Any) -> float:
-        """What the ratio is at a timestep: a number, or a tensor `[]` or `[T]`."""
-        return float(_ratio_at(self.name, timestep))
-
-
-def _warn_once(name: str, message: str) -> None:
-    patch = _patches[name]
-    if message not in patch.warned:
-        patch.warned.add(message)
-        warnings.warn(message, MergeWarning, stacklevel=2)
-
-
-# Constant to the compiler, so that it runs when the model is traced: compiled models warn too.
-# See kept.py.
-_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _ratio_at(name: str, timestep: Any) -> str:
-    patch = _patches[name]
-    if isinstance(timestep, Tensor):
-        if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "schedule, start, end, tau: how many tokens are merged depends on the timestep, "
-                "which a CUDA graph cannot read; capture a graph for each ratio"
-            )
-        timestep = timestep.float().mean().item()
-    return repr(ratio_at(float(timestep), patch.settings, patch.noise))
-
-
-# The compiler does not look into it, and compiles what follows for each ratio, which comes as a
-# word because numbers that change would become variables. This is torch.compiler.disable.
-_ratio_at._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -163,20 +75,6 @@ class Run:
     """What came in, `[B, N, C]`."""
     merged: Tensor
     """The same merged, `[B, M, C]`."""
-
-
-ScoreHeads = Callable[[], int]
-"""Tells how many heads a block's self-attention has, 0 if it is fused."""
-
-
-@dataclass(frozen=True)
-class Idle:
-    """What made a call merge nothing, so that others like it need not find that out again."""
-
-    grids: frozenset[tuple[int, int]]
-    """Of its stacks: one that was passed by may merge next time."""
-    asked: tuple[tuple[ScoreHeads, int], ...]
-    """What blocks told about their attention, which may be exchanged."""
 
 
 @dataclass(eq=False)
@@ -247,11 +145,16 @@ class Frame:
     def _removes(self, grid: tuple[int, int]) -> dict[tuple[str, ...], int]:
         # In a UNet, the first attention is the finest.
         finest = self.call.visits[0].grid if self.call.visits else grid
+        key = (grid, finest, self.call.size, self.call.ratio)
+        return self._remember(key, lambda: self._find_removes(grid, finest))
+
+    def _remember(self, key: Any, find: Callable[[], Any]) -> Any:
+        """What `find` finds, looked for once, unless it is compiled or of other settings."""
         if torch.compiler.is_compiling() or self.settings is not self.patch.settings:
-            return self._find_removes(grid, finest)
-        known, key = self.patch.known, (grid, finest, self.call.size, self.call.ratio)
+            return find()
+        known = self.patch.known
         if key not in known:
-            known[key] = self._find_removes(grid, finest)
+            known[key] = find()
         return known[key]
 
     def _find_removes(
@@ -292,15 +195,11 @@ class Frame:
 
     def _pays(self, visit: Visit, x: Tensor, score_heads: ScoreHeads) -> bool:
         launcher, heads = find_launcher(x.device), score_heads()
-        if torch.compiler.is_compiling():
-            return _pays(self.patch, visit, x, launcher, heads)
-        self.call.asked.append((score_heads, heads))
-        known = self.patch.known
+        if not torch.compiler.is_compiling():
+            self.call.asked.append((score_heads, heads))
         stack = (visit.grid, visit.blocks, tuple(visit.removes.items()))
         key = (stack, x.shape, x.dtype, x.device, launcher, heads)
-        if key not in known:
-            known[key] = _pays(self.patch, visit, x, launcher, heads)
-        return known[key]
+        return self._remember(key, lambda: _pays(self.patch, visit, x, launcher, heads))
 
     def in_block(self, block: nn.Module, x: Tensor) -> "Frame":
         """The frame inside a block with input `x` `[B, N, C]`, where there are tokens to remove."""
@@ -318,12 +217,8 @@ class Frame:
     @property
     def cells(self) -> Cells:
         assert self.grid is not None
-        if torch.compiler.is_compiling() or self.settings is not self.patch.settings:
-            return cells_of(self.settings, *self.grid)
-        known = self.patch.known
-        if self.grid not in known:
-            known[self.grid] = cells_of(self.settings, *self.grid)
-        return known[self.grid]
+        grid = self.grid
+        return self._remember(grid, lambda: cells_of(self.settings, *grid))
 
     @property
     def level(self) -> int:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from .cost import find_launcher
 from .plan import MergePlan
 from .planning import note_guidance, note_output, recall_guidance
-from .policy import Call, Frame, Patch, Run, Visit, current_frame, enter_frame
+from .policy import Call, Frame, Run, Visit, current_frame, enter_frame
 from .proportional import Part, proportion_of
 from .settings import Settings
+from .shared import Patch
 
 __all__ = ["Block", "Layer", "Norm", "Projection", "Role", "Root", "Stack", "run_inside"]
 

@@ -14,9 +14,10 @@ import tomesd
 
 from ..hosts import find_modules
 from ..patch import patch_of, role_of
-from ..policy import Patch, current_frame
+from ..policy import current_frame
 from ..roles import Block
 from ..settings import Settings
+from ..shared import Patch
 from .loading import denoiser
 
 __all__ = ["MergeMap", "draw_map", "map_of_image", "record_maps"]

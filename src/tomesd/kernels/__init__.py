@@ -65,7 +65,7 @@ def _has_triton() -> bool:
     return _find_triton()
 
 
-# Constant to the compiler, which cannot trace the search for a package; see policy.py.
+# Constant to the compiler, which cannot trace the search for a package; see kept.py.
 _has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -184,10 +184,10 @@ class Sampler:
         both, texts = self.inputs(count)
         found: dict[str, list[float]] = {name: [] for name in models}
         with torch.inference_mode():
-            for repeat in range(repeats + 1):  # the first one is a short warm-up
+            for repeat in range(repeats + 1):
                 chosen = times[repeat - 1 :: repeats] if spread else times
-                if repeat == 0:
-                    chosen = times[: max(1, steps // 10)]
+                if repeat == 0:  # to warm up: whatever is merged at some noise levels only, too
+                    chosen = times[[0, steps // 2, -1]]
                 clocks = {name: Clock(self.device) for name in models}
                 for t in chosen:
                     for name, unet in models.items():

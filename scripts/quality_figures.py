@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quality_rows import ORIGINAL, OURS, SPEEDS, has, pareto
+from quality_rows import ORIGINAL, OURS, SPEEDS, has, name_of, pareto
 
 from tomesd.bench.plots import COLOURS, save_figure
 from tomesd.bench.rows import Row
+from tomesd.presets import PRESETS
 
 
 def panels(rows: int, columns: int, height: float) -> tuple[Any, Any]:
@@ -48,13 +49,26 @@ def plot_paper(rows: list[Row], figures: Path) -> str:
     return saved(picture, figures, "paper.svg")
 
 
+MARKERS = {
+    ORIGINAL: "o",
+    OURS: "o",
+    **{f"preset {p}": m for p, m in zip(PRESETS, "^sD", strict=True)},
+}
+
+
+def group_of(row: Row) -> str:
+    """The presets have names of their own."""
+    return row["label"] if row["label"] in MARKERS else name_of(row)
+
+
 def plot_front(rows: list[Row], figures: Path) -> str:
     picture, axes = panels(2, 2, 6.0)
     for line, (score, label) in zip(axes, (("lpips", "LPIPS"), ("fid", "FID")), strict=True):
         for one, (speed, words) in zip(line, SPEEDS.items(), strict=True):
-            for kind, name in (("original", ORIGINAL), ("tomesd", OURS)):
-                chosen = [row for row in rows if row["variant"] == kind and has(row, speed)]
-                style = {"color": COLOURS[kind], "label": name, "fmt": "o"}
+            for name, fmt in MARKERS.items():
+                chosen = [row for row in rows if has(row, speed) and group_of(row) == name]
+                colour = COLOURS["original" if name == ORIGINAL else "tomesd"]
+                style = {"color": colour, "label": name, "fmt": fmt}
                 drawn(one, chosen, lambda row, speed=speed: row[speed], score, **style)
             one.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
             one.set_xlabel(f"speed-up, {words}")
@@ -82,9 +96,9 @@ def plot_search(rows: list[Row], figures: Path) -> str:
 
 
 def saved(picture: Any, figures: Path, name: str) -> str:
-    """With a legend in the first panel."""
-    first = picture.axes[0]
-    if first.get_legend_handles_labels()[0]:
-        first.legend(frameon=False, fontsize=8)
+    """With a legend in the first of the panels that have the most in it."""
+    fullest = max(picture.axes, key=lambda axes: len(axes.get_legend_handles_labels()[0]))
+    if fullest.get_legend_handles_labels()[0]:
+        fullest.legend(frameon=False, fontsize=8)
     save_figure(picture, figures / name)
     return f"figures/quality/{name}"

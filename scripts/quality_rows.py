@@ -8,6 +8,49 @@ from tomesd.evaluation.figures import pareto_front
 
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
 SPEEDS = {"speedup": "fused attention", "speedup_unfused": "unfused attention"}
+_SPEED_FIELDS = ("speedup", "step_ms_", "mib_")
+
+
+_UNSTEADY = 1.5  # Of repeats that differ by more, something disturbed one.
+
+
+def last_of_each(rows: Iterable[Row]) -> list[Row]:
+    """Of a row that was made several times, the last."""
+    names = ("section", "setting", "variant", "label", "settings")
+    last = {}
+    for row in rows:
+        key = [gave_up_evenly(row), *(row.get(name) for name in names)]
+        last[json.dumps(key, sort_keys=True)] = row
+    return list(last.values())
+
+
+def gave_up_evenly(row: Row) -> bool:
+    """Whether it is of the time when every window gave up the same share of its tokens."""
+    return row["variant"] == "tomesd" and row["commit"] in ("e1ddc58", "8f8ac60")
+
+
+def speeds(rows: Iterable[Row]) -> dict[str, Row]:
+    """By settings, the rows of speeds that were measured on their own."""
+    timed = [row for row in rows if row["section"] == "quality-speed"]
+    return {same_settings(row): _steady(row) for row in timed}
+
+
+def _steady(row: Row) -> Row:
+    """Without the times that were disturbed."""
+    for name, attention in SPEEDS.items():
+        low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+        if low is not None and high is not None and high > _UNSTEADY * low:
+            disturbed = (name, f"{name}_low", f"{name}_high", f"step_ms_{attention.split()[0]}")
+            row = {key: value for key, value in row.items() if key not in disturbed}
+    return row
+
+
+def with_speed(row: Row, timed: dict[str, Row]) -> Row:
+    """With the speed of its settings, if its images were made by processes that shared a GPU."""
+    if has(row, "speedup") or row["section"] == "quality-search":
+        return row
+    found = timed.get(same_settings(row), {})
+    return {**{k: v for k, v in found.items() if k.startswith(_SPEED_FIELDS)}, **row}
 
 
 def same_settings(row: Row) -> str:

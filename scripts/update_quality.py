@@ -9,7 +9,6 @@ times, the last counts.
 
 import argparse
 import itertools
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,16 @@ from quality_rows import (
     OURS,
     SPEEDS,
     clearly_below,
+    gave_up_evenly,
     has,
+    last_of_each,
     listed,
     name_of,
     pareto,
     same_settings,
+    speeds,
     value,
+    with_speed,
 )
 
 from tomesd.bench.rows import Row, read_rows
@@ -34,7 +37,6 @@ from tomesd.presets import PRESETS, changed
 from tomesd.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-SPEED_FIELDS = ("speedup", "step_ms_", "mib_")
 SHEET, GALLERY = "images.jpg", "gallery.jpg"
 
 # FID at r = 0.5 on Stable Diffusion, from the tables of the paper (Bolya & Hoffman 2023).
@@ -66,7 +68,8 @@ measures that.
 - **±** is half of the 95 % interval, over images.
 - **Speed-up**: GPU time of the UNet's steps, with guidance, many images at a time, unmerged against
   merged, taking turns at every step, in eager mode. With PyTorch's fused attention; and unfused,
-  as when the paper was written.
+  as when the paper was written. Where one repeat took half as long again as another, something
+  disturbed it, and no speed-up is given.
 """
 
 
@@ -76,25 +79,13 @@ class Document:
     def __init__(self, results: Path, figures: Path):
         if not results.is_file():
             raise SystemExit(f"{results}: no such file; benchmarks/quality.py makes it")
-        last = {}
-        for row in read_rows(results):
-            names = ("section", "setting", "variant", "label", "settings")
-            key = [gave_up_evenly(row), *(row.get(name) for name in names)]
-            last[json.dumps(key, sort_keys=True)] = row
-        self.rows = list(last.values())
-        if not self.rows:
+        rows = last_of_each(read_rows(results))
+        if not rows:
             raise SystemExit(f"{results}: has no rows; benchmarks/quality.py makes them")
-        self._timed = {same_settings(row): row for row in self.section("speed")}
-        self.rows = [{**self._speed_of(row), **row} for row in self.rows]
+        self._timed = speeds(rows)
+        self.rows = [with_speed(row, self._timed) for row in rows]
         self.figures = figures
         self.parts = [INTRODUCTION]
-
-    def _speed_of(self, row: Row) -> Row:
-        """Measured on its own, where the images were made by processes that shared the GPU."""
-        timed = self._timed.get(same_settings(row), {})
-        if has(row, "speedup") or row["section"] == "quality-search":
-            return {}
-        return {name: value for name, value in timed.items() if name.startswith(SPEED_FIELDS)}
 
     def section(self, name: str) -> list[Row]:
         found = [row for row in self.rows if row["section"] == f"quality-{name}"]
@@ -103,7 +94,8 @@ class Document:
     def add(self, title: str, *parts: str, rows: list[Row] | None = None) -> None:
         self.parts += [f"## {title}\n", *(part.strip() + "\n" for part in parts if part)]
         if rows:
-            timed = [self._timed[key] for key in map(same_settings, rows) if key in self._timed]
+            others = [row for row in rows if row["section"] != "quality-search"]
+            timed = [self._timed[key] for key in map(same_settings, others) if key in self._timed]
             self.parts.append(f"{versions([*rows, *timed])}.\n")
 
     def missing(self, title: str) -> None:
@@ -186,11 +178,6 @@ def of_the_paper(document: Document) -> list[Row]:
     tenths = {tenth / 10 for tenth in range(1, 7)}
     more = [row for row in plain if row["settings"].get("ratio") in tenths]
     return rows + [row for row in more if same_settings(row) not in known]
-
-
-def gave_up_evenly(row: Row) -> bool:
-    """Whether it is of the time when every window gave up the same share of its tokens."""
-    return row["variant"] == "tomesd" and row["commit"] in ("e1ddc58", "8f8ac60")
 
 
 def score_cells(row: Row) -> list[str]:
@@ -429,13 +416,14 @@ def front(document: Document) -> None:
     title, rows = "Quality against speed", document.section("front")
     base = [row for row in rows if not row["settings"]]
     rows = [row for row in rows if row["settings"]]
+    rows.sort(key=lambda row: (row["variant"] != "original", row.get("lpips", 0.0)))
     if not any(row.get(speed) for row in rows for speed in SPEEDS):
         document.missing(title)
         return
     header = ["", "LPIPS", "PSNR", "FID", "FID to unmerged", "KID x 1000", "speed-up", "unfused"]
     lines = [
         [
-            f"{ORIGINAL}: {row['label'].removeprefix('0.1.3 ')}"
+            f"{ORIGINAL}: {original_setting(row)}"
             if row["variant"] == "original"
             else row["label"],
             value(row, "lpips", 4),
@@ -456,6 +444,7 @@ def front(document: Document) -> None:
     parts.append(markdown(header, lines))
     for speed, name in SPEEDS.items():
         parts += statement(rows, speed, name)
+    parts += presets(rows)
     parts.append(f"![LPIPS and FID against speed-up]({plot_front(rows, document.figures)})")
     document.add(title, *parts, rows=rows)
 
@@ -468,28 +457,34 @@ def statement(
     mine = [row for row in rows if row["variant"] == "tomesd" and has(row, speed, "lpips")]
     if not theirs or not mine:
         return []
-    judged = [(row, judge(row, mine, speed, scores)) for row in theirs]
+    slower = [row for row in theirs if row[speed] <= 1]
+    judged = [(row, judge(row, mine, speed, scores)) for row in theirs if row[speed] > 1]
     beaten = sum(words.startswith("beaten") for _, words in judged)
-    slower = sum(words.startswith("no gain") for _, words in judged)
-    gaining = len(theirs) - slower
-    every = (
-        f"it never makes the model faster, in {slower} setting{'s' if slower > 1 else ''}."
-        if gaining == 0
-        else f"{'at every' if beaten == gaining else f'at {beaten} of {gaining}'} "
-        f"speed-up{'' if beaten == gaining else 's'} that it reaches, a setting of {OURS} "
-        f"is at least as fast with lower {listed(map(str.upper, scores))}, "
-        "and no intervals overlap."
-    )
-    lines = [f"- {row['label'].removeprefix('0.1.3 ')}: {words}" for row, words in judged]
-    intro = f"**With {name}**, compared with {ORIGINAL}: {every}"
-    return [filled(intro), "\n".join(lines)]
+    if not judged:
+        settings = f"in {len(slower)} setting{'s' if len(slower) > 1 else ''}"
+        every = (
+            f"it never makes the model faster, {settings}: the unmerged one is as fast, and better."
+        )
+    else:
+        reached = (
+            "every speed-up" if beaten == len(judged) else f"{beaten} of {len(judged)} speed-ups"
+        )
+        every = f"""at {reached} that it reaches, a setting of {OURS} is at least as fast with lower
+{listed(map(str.upper, scores))}, and no intervals overlap."""
+    if judged and slower:
+        every += f" It does not make the model faster at {listed(map(original_setting, slower))}."
+    intro = filled(f"**With {name}**, compared with {ORIGINAL}: {every}")
+    lines = [f"- {original_setting(row)}: {words}" for row, words in judged]
+    return [intro, "\n".join(lines)] if lines else [intro]
+
+
+def original_setting(row: Row) -> str:
+    return row["label"].removeprefix("0.1.3 ")
 
 
 def judge(row: Row, mine: list[Row], speed: str, scores: tuple[str, ...]) -> str:
     """What ours do where the original has `row`."""
     where = f"{times(row[speed])}, LPIPS {value(row, 'lpips', 4)}"
-    if row[speed] <= 1:
-        return f"no gain ({where}): the unmerged model is as fast, and better"
     fast = [r for r in mine if r[speed] >= row[speed]]
     closer = [r for r in mine if r["lpips"] <= row["lpips"]]
     both = [r for r in fast if all(clearly_below(r, row, name) for name in scores)]
@@ -532,7 +527,6 @@ and closer than.{EVENLY if any(map(gave_up_evenly, rows)) else ""}""")
             lines.append([name_of(row), row["label"], times(row[speed]), *scores])
         parts.append(markdown([name, "settings", "speed-up", "LPIPS", "PSNR"], lines))
         parts += statement(rows, speed, name, scores=("lpips",))
-    parts += presets(rows)
     parts.append(f"![LPIPS against speed-up]({plot_search(rows, document.figures)})")
     document.add(title, *parts, rows=rows)
 
@@ -541,21 +535,20 @@ def presets(rows: list[Row]) -> list[str]:
     """The presets, from the rows that have their settings."""
     lines = []
     for name, options in PRESETS.items():
-        # The embedded model's stacks have one block each, and so one target is the other.
-        target = options["target"].replace("stack", "block")
-        same = changed(Settings(**{**options, "target": target}))
+        same = changed(Settings(**options))
         for row in rows:
             if row["variant"] == "tomesd" and changed_in(row) == same:
-                speeds = [times(row.get(speed)) for speed in SPEEDS]
+                speed = [times(row.get(speed)) for speed in SPEEDS]
                 settings = ", ".join(f"`{key}={value!r}`" for key, value in options.items())
-                lines.append([f"`{name}`", settings, *speeds, value(row, "lpips", 4)])
+                scores = [value(row, "lpips", 4), value(row, "fid", 2)]
+                lines.append([f"`{name}`", settings, *speed, *scores])
     if not lines:
         return []
     words = """
 The presets of `apply_patch(model, preset=...)` are taken from here. A model of this size at 256 px
-leaves little to gain with fused attention; docs/performance.md has larger ones. In the embedded
-model, every stack has one block, so `target="stack"` is measured as `target="block"`."""
-    header = ["preset", "settings", *(f"speed-up, {name}" for name in SPEEDS.values()), "LPIPS"]
+leaves little to gain with fused attention; docs/performance.md has larger ones."""
+    speeds = [f"speed-up, {name}" for name in SPEEDS.values()]
+    header = ["preset", "settings", *speeds, "LPIPS", "FID"]
     return [filled(words), markdown(header, lines)]
 
 

@@ -15,7 +15,11 @@ import re
 import sys
 from pathlib import Path
 
+from quality_rows import SPEEDS, last_of_each, speeds, value, with_speed
+
 from tomesd import Settings
+from tomesd.bench.tables import times
+from tomesd.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -101,24 +105,23 @@ def paper() -> str:
 
 
 def quality() -> str:
-    """The original and this library at half the tokens, and the presets, in the search's rows."""
-    # In the embedded model, a stack is one block.
+    """The unmerged model, the original and this library at half the tokens, and the presets."""
     labels = {
-        "tomesd 0.1.3, `ratio=0.5`": "0.1.3 0.5",
-        "`ratio=0.5`": "attn 0.5",
-        '`preset="quality"`': "kv 0.5, proportional",
-        '`preset="balanced"`': "kv 0.75, window 8",
-        '`preset="fast"`': "block 0.5, end 0.7",
+        "unmerged": ("front", "unmerged"),
+        "tomesd 0.1.3, `ratio=0.5`": ("front", "0.1.3 0.5"),
+        "`ratio=0.5`": ("paper", "this library 0.5"),
+        **{f'`preset="{name}"`': ("front", f"preset {name}") for name in PRESETS},
     }
-    rows = {r["label"]: r for r in results("quality") if r["section"] == "quality-search"}
+    rows = last_of_each(results("quality"))
+    timed = speeds(rows)
+    found = {(row["section"], row["label"]): with_speed(row, timed) for row in rows}
     lines = []
-    for name, label in labels.items():
-        row = rows[label]
-        error = (row["lpips_high"] - row["lpips_low"]) / 2
-        scores = [f"{row['lpips']:.3f} ± {error:.3f}", f"{row['psnr']:.1f} dB"]
-        speeds = [f"{row[speed]:.2f}x" for speed in ("speedup", "speedup_unfused")]
-        lines.append([name, *scores, *speeds])
-    return table(["", "LPIPS", "PSNR", "speed-up", "with unfused attention"], lines)
+    for name, (section, label) in labels.items():
+        row = found[f"quality-{section}", label]
+        speed = [times(row.get(speed)) if row["settings"] else "1" for speed in SPEEDS]
+        scores = [("fid", 1), ("lpips", 3), ("psnr", 1)]
+        lines.append([name, *(value(row, *score) for score in scores), *speed])
+    return table(["", "FID", "LPIPS", "PSNR", "speed-up", "with unfused attention"], lines)
 
 
 def memory() -> str:

@@ -96,6 +96,12 @@ def test_pytorch_knows_which_kernels_its_cached_code_was_made_from(found: Any) -
     assert found["known"]["slot_mean_triton"] == ["_slot_mean"]
 
 
+def test_a_timestep_may_be_anywhere_in_the_list_of_a_sampler(found: Any) -> None:
+    """Every other one is not aligned: kernels that were compiled for both would be at step 2."""
+    assert set(found["aligned_only"]) == {*SMALL, *LARGE, "_tick"} - {"_choose", "_inverse_norm"}
+    assert not any(found["aligned_only"].values())
+
+
 # From here on: what the script does.
 
 
@@ -293,9 +299,16 @@ def main() -> None:
     }
     from torch._library.triton import get_triton_kernels_for_op
 
-    found["known"] = {
-        name: [kernel.__name__ for kernel in get_triton_kernels_for_op(f"tomesd::{name}")]
+    known = {
+        name: get_triton_kernels_for_op(f"tomesd::{name}")
         for name in ("match_tokens_triton", "slot_mean_triton")
+    }
+    found["known"] = {name: [one.__name__ for one in made] for name, made in known.items()}
+    found["aligned_only"] = {
+        kernel.__name__: not parameter.do_not_specialize_on_alignment
+        for kernel in known["match_tokens_triton"]
+        for parameter in kernel.params
+        if parameter.name == "timestep"
     }
     print(json.dumps(found))
 

@@ -54,6 +54,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel(body)
 
 
+def test_what_may_be_anywhere_is_compiled_for_once(kernel: Kernel) -> None:
+    kernel.params[1].do_not_specialize_on_alignment = True
+    x, y = torch.zeros(64), torch.zeros(64)
+    quickly(kernel)[(1,)](x, y, 5, 16)
+    quickly(kernel)[(1,)](x, y[1:], 5, 16)
+    (compiled,) = kernel.made
+    assert len(compiled.launches) == 1
+
+
 def test_a_second_launch_goes_to_what_was_compiled(kernel: Kernel) -> None:
     x, y = torch.zeros(64), torch.zeros(64)
     quickly(kernel)[(2, 3)](x, n=5, BLOCK=16, y=y, num_warps=4)

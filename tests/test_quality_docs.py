@@ -85,9 +85,10 @@ def test_models_take_turns_at_every_step(pipe: Any) -> None:
         return call
 
     times = sampler.step_times({"a": model("a"), "b": model("b")}, 1, 4, repeats=2)
-    warm_up, rest = calls[:2], calls[2:]
-    assert [name for name, _ in calls] == ["a", "b"] * 9
-    assert rest[:8] == rest[8:] and warm_up == rest[:2]
+    warm_up, rest = calls[:6], calls[6:]
+    assert [name for name, _ in calls] == ["a", "b"] * 11
+    assert rest[:8] == rest[8:]
+    assert warm_up == rest[:2] + rest[4:6] + rest[6:8]  # the first, the middle and the last step
     steps = [t for name, t in rest[:8] if name == "a"]
     assert steps == sorted(steps, reverse=True) and len(set(steps)) == 4
     assert len(times["a"]) == len(times["b"]) == 2
@@ -115,8 +116,10 @@ def test_repeats_share_the_steps_out(pipe: Any) -> None:
         seen.append(int(t))
 
     times = sampler.step_times({"a": model}, 1, 6, repeats=3, spread=True)
-    assert sorted(seen[1:], reverse=True) == sampler.timesteps(6).tolist()
-    assert len(times["a"]) == 3 and seen[1] > seen[2] and seen[3] > seen[4]
+    warm_up, timed = seen[:3], seen[3:]
+    assert sorted(timed, reverse=True) == sampler.timesteps(6).tolist()
+    assert len(times["a"]) == 3 and timed[0] > timed[1] and timed[2] > timed[3]
+    assert warm_up[0] == max(timed) and warm_up[-1] == min(timed)
 
 
 def test_the_ratios_that_would_be_compiled(pipe: Any) -> None:
@@ -372,7 +375,17 @@ def test_speeds_are_joined_to_images(tmp_path: Path) -> None:
     words = " ".join(text.split())
     assert "By speed with unfused attention, this library is faster at 50 %." in words
     assert "For the images, the model is compiled." in words
-    assert "commit abc" in words and "commit def" in words
+    assert "commits abc, def, 2025-01-01" in words
+
+
+def test_a_speed_that_was_disturbed_is_not_shown(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"settings": {"ratio": 0.5}}
+    image = made_up("front", "tomesd", "half", lpips=0.1, fid=30.0, **options)
+    timed = made_up("speed", "tomesd", "half", speedup=0.4, speedup_unfused=1.3, **options)
+    steady = documents(tmp_path, [image, timed])
+    assert "| 0.40x | 1.30x |" in steady
+    disturbed = {**timed, "speedup_low": 0.17, "speedup_high": 1.0}
+    assert "| - | 1.30x |" in documents(tmp_path, [image, disturbed])
 
 
 @pytest.mark.parametrize(
@@ -440,7 +453,10 @@ def test_what_is_beaten_is_found_out(tmp_path: Path) -> None:
     text = " ".join(documents(tmp_path, front_rows()).split())
     assert "compared with tomesd 0.1.3: at every speed-up that it reaches, a setting" in text
     assert "0.5: beaten (1.20x, LPIPS 0.2000 ± 0.0200) by kv 0.4, LPIPS 0.1000 ± 0.0100;" in text
-    assert "it never makes the model faster, in 1 setting." in text  # unfused
+    assert "it never makes the model faster, in 1 setting: the unmerged" in text  # unfused
+    slow = made_up("front", "original", "0.1.3 0.1", speedup=0.9, lpips=0.1, fid=30.0)
+    text = " ".join(documents(tmp_path, [*front_rows(), slow]).split())
+    assert "It does not make the model faster at 0.1." in text
 
     rows = front_rows()
     rows[1] = made_up("front", "tomesd", "kv 0.4", speedup=1.3, lpips=0.1, fid=39.0)

@@ -181,10 +181,16 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def versions(rows: Sequence[Row]) -> str:
     """One sentence on where rows come from."""
-    names = ("torch", "triton", "diffusers", "tomesd", "commit")
-    found = []
+    names = ("torch", "triton", "diffusers", "tomesd")
+    origins: dict[str, list[Row]] = {}
     for row in rows:
         words = [f"{name} {row[name]}" for name in names if row.get(name)]
-        words = [f"{row['hardware']}: {row['dtype']}", *words, row["date"][:10]]
-        found.append(", ".join(words))
-    return "; ".join(dict.fromkeys(found))
+        where = ", ".join([f"{row['hardware']}: {row['dtype']}", *words])
+        origins.setdefault(where, []).append(row)
+    sentences = []
+    for where, found in origins.items():
+        commits = list(dict.fromkeys(row["commit"] for row in found if row.get("commit")))
+        words = [f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}"] if commits else []
+        dates = sorted({row["date"][:10] for row in found})
+        sentences.append(", ".join([where, *words, *dates]))
+    return "; ".join(sentences)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cells import Cells
 from .triton_cells import dst_token, src_token, window_tile
-from .triton_launch import blocks, power_of_2
+from .triton_launch import blocks, jit_at_any_step, power_of_2
 
 __all__ = ["choose_sources"]
 
@@ -79,7 +79,7 @@ def _choose(score, match, flag, sources, remove, BLOCK: tl.constexpr):
         kept_before += tl.sum(kept, axis=0)
 
 
-@triton.jit
+@jit_at_any_step
 def _list_window(
     chosen,
     offsets,
@@ -157,7 +157,7 @@ def _goes(chosen, i, sources):
     return tl.where(number < 0, -1 - number, _NOWHERE)
 
 
-@triton.jit
+@jit_at_any_step
 def _list_members(
     chosen,
     offsets,

@@ -13,7 +13,11 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-__all__ = ["blocks", "power_of_2", "quickly"]
+__all__ = ["blocks", "jit_at_any_step", "power_of_2", "quickly"]
+
+# For kernels that read the time. A sampler takes its timesteps one by one out of a list, so that
+# every other one is not aligned, and at the second step the kernels would be compiled again.
+jit_at_any_step = triton.jit(do_not_specialize_on_alignment=["timestep"])
 
 # Before, a compiled kernel was not given its constants.
 _LAUNCHES_COMPILED = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
@@ -47,6 +51,7 @@ class _Quick:
 
     def __init__(self, kernel: Any):
         self._kernel = kernel
+        self._aligned = [not param.do_not_specialize_on_alignment for param in kernel.params]
         self._compiled: dict[Any, Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -55,13 +60,16 @@ class _Quick:
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         names = self._kernel.arg_names[len(args) :]
         values = (*args, *[kwargs[name] for name in names])
-        # Numbers, types, and whether pointers are aligned: that is all that code depends on.
+        # Numbers, types, and whether pointers are aligned that have to be: that is all that code
+        # depends on.
         key = (
             driver.active.get_current_device(),
             *[kwargs.get(name) for name in _OPTIONS],
             *[
-                (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, Tensor) else value
-                for value in values
+                (value.dtype, aligned and value.data_ptr() % 16 == 0)
+                if isinstance(value, Tensor)
+                else value
+                for value, aligned in zip(values, self._aligned, strict=True)
             ],
         )
         compiled = self._compiled.get(key)

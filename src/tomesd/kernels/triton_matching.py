@@ -12,19 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .cells import Cells
 from .triton_choosing import choose_sources
-from .triton_launch import power_of_2, quickly
+from .triton_launch import jit_at_any_step, power_of_2, quickly
 from .triton_search import search
 
 __all__ = ["match_tokens", "match_tokens_op"]
 
 
-@triton.jit
+@jit_at_any_step
 def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):
     """Moves the clock to the timestep and raises its flag if the plan is to be made anew."""
     i = tl.arange(0, BLOCK)

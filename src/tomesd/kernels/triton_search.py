@@ -19,12 +19,12 @@ from torch import Tensor
 
 from .cells import Cells
 from .triton_cells import dst_token, inverse_length, src_token, window_tile
-from .triton_launch import blocks
+from .triton_launch import blocks, jit_at_any_step
 
 __all__ = ["search"]
 
 
-@triton.jit
+@jit_at_any_step
 def _best_in_window(
     x,
     offsets,
@@ -113,7 +113,7 @@ def _inverse_norm(x, out, flag, n, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.
     tl.store(out + b * n + token, inverse_length(squares), token < n)
 
 
-@triton.jit
+@jit_at_any_step
 def _best_match(
     x,
     inverse,

@@ -168,46 +168,35 @@ def seed(tau_40: float) -> list[Candidate]:
 
 
 def search() -> list[Candidate]:
+    """Each idea on its own, and those that go well together.
+
+    In this model every stack has one block, so that `stack` is `block`.
+    """
     rows = [original(r) for r in (0.1, 0.25, 0.4, 0.5, 0.6, 0.75)]
     rows += [original(r, **EVERYTHING) for r in (0.25, 0.5, 0.75)]
+    targets = ("attn", "kv", "block")
     grids: list[dict[str, Any]] = [
-        {"target": target, "ratio": ratio}
-        for target in ("attn", "kv", "block", "stack")
-        for ratio in (0.25, 0.5, 0.75)
+        {"target": target, "ratio": ratio} for target in targets for ratio in (0.25, 0.5, 0.75)
     ]
-    grids += [{"target": t, "ratio": r} for t in ("attn", "kv") for r in (0.1, 0.4, 0.6)]
-    half = [{"target": t, "ratio": 0.5} for t in ("attn", "kv", "block")]
-    most = [{"target": t, "ratio": 0.75} for t in ("kv", "block")]
-    for base in (*half, *most):
-        grids += [{**base, "share": "level"}, {**base, "selector": "grid"}]
-        grids += [{**base, "max_downsample": 4}]
-    for base in half:
-        grids += [{**base, "metric": "keys"}, {**base, "metric": "previous"}]
-        grids += [{**base, **linear(0.25, 0.75)}, {**base, **linear(0.75, 0.25)}]
-        grids += [{**base, "selector": "kmeans"}]
-    grids += [{**base, "proportional": True} for base in (*half[:2], most[0])]
-    grids += [{**most[0], "window": 8}, {**most[0], "share": "steps"}, {**half[2], "window": 0}]
-    grids += [{**most[0], "selector": "grid", "proportional": True}]
-    grids += [{**most[0], "selector": "grid", "max_downsample": 4, "proportional": True}]
-    grids += [{"target": "kv", "ratio": 0.9, "sx": 4, "sy": 4, "selector": s} for s in CELLS]
-    grids += [{**half[2], "start": 0.3}, {**half[2], "end": 0.7}, {**half[2], "share": "steps"}]
-    grids += [{**half[2], "protect": "guidance"}, {**half[0], "protect": "guidance"}]
-    grids += [{**half[1], "level_ratios": {1: 0.75, 2: 0.5, 4: 0.25}}]
-    grids += [{**half[0], **EVERYTHING}]
-    for ratio in (0.25, 0.5, 0.75):
-        grids += [{"target": "kv", "ratio": ratio, "window": 0, "proportional": True}]
-    grids += [
-        {"target": "kv", "ratio": 0.5, "window": 0},
-        {"target": "kv", "ratio": 0.75, "metric": "keys"},
-    ]
-    grids += [
-        {"target": "kv", "ratio": 0.75, "selector": "kmeans", "proportional": p, "window": 8}
-        for p in (False, True)
-    ]
+    attn, kv, block = ({"target": target, "ratio": 0.5} for target in targets)
+    for half in (attn, kv, block):
+        grids += [{**half, "selector": "grid"}, {**half, "selector": "kmeans"}]
+        grids += [{**half, "metric": "keys"}, {**half, "share": "level"}]
+        grids += [{**half, "max_downsample": 4}, {**half, **linear(0.75, 0.25)}]
+        grids += [{**half, "end": end} for end in (0.6, 0.8)]
+    grids += [{**half, "metric": "previous"} for half in (attn, kv)]
+    grids += [{**attn, "protect": "guidance"}, {**attn, "start": 0.3}, {**block, "share": "steps"}]
+    most = {"ratio": 0.75, "window": 8}
+    grids += [{"target": target, **most} for target in targets]
+    grids += [{"target": target, **most, "end": 0.8} for target in targets]
+    grids += [{"target": "block", "ratio": 0.75, "end": end} for end in (0.6, 0.8, 0.9)]
+    grids += [{"target": "kv", **most, "max_downsample": 2}]
+    grids += [{"target": "kv", "ratio": 0.5, "level_ratios": {1: 0.75, 2: 0.5}}]
+    for half in (attn, kv):
+        grids += [{**half, "ratio": ratio, "proportional": True} for ratio in (0.25, 0.5, 0.75)]
+        grids += [{**half, **most, "proportional": True}]
+    grids += [{**kv, "proportional": True, "window": 0}, {**kv, "proportional": True, "end": 0.8}]
     return rows + [ours(words(settings), settings["target"], **settings) for settings in grids]
-
-
-CELLS = ("bipartite", "grid")
 
 
 def words(settings: dict[str, Any]) -> str:

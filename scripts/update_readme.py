@@ -15,7 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-from quality_rows import SPEEDS, last_of_each, speeds, value, with_speed
+from quality_docs.rows import SPEEDS, last_of_each, speeds, value, with_speed
 
 from tomesd import Settings
 from tomesd.bench.tables import times

@@ -5,8 +5,7 @@ from pathlib import Path
 from tomesd.bench.plots import COLOURS, figure, save_figure
 from tomesd.bench.tables import Comparison
 
-KEPT, EVERY_BLOCK = "plan kept", "plan every block"
-ORIGINAL = "tomesd 0.1.3"
+from .document import EVERY_BLOCK, KEPT, ORIGINAL
 
 
 def plot_recovered(found: list[Comparison], path: Path) -> None:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quality_rows import ORIGINAL, OURS, SPEEDS, has, name_of, pareto
-
 from tomesd.bench.plots import COLOURS, save_figure
 from tomesd.bench.rows import Row
 from tomesd.presets import PRESETS
+
+from .rows import ORIGINAL, OURS, SPEEDS, has, name_of, pareto
 
 
 def panels(rows: int, columns: int, height: float) -> tuple[Any, Any]:

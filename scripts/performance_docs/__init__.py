@@ -1,0 +1,1 @@
+"""The sections of docs/performance.md, for update_performance.py."""

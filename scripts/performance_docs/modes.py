@@ -1,0 +1,117 @@
+"""The settings of the bound, replayed as a CUDA graph, in eager mode and compiled."""
+
+from tomesd.bench.rows import Row
+from tomesd.bench.tables import Comparison, markdown, percent, times
+
+from .document import (
+    EVERY_BLOCK,
+    EVERY_STEP,
+    KEPT,
+    ORIGINAL,
+    STACKS,
+    Document,
+    measured,
+    ms,
+    spread,
+    title_of,
+)
+from .figures import plot_recovered
+
+
+def eight_settings(document: Document, section: str, title: str, words: str) -> None:
+    found = document.settings(section)
+    if not found:
+        return
+    stacks = measured(found, [STACKS])
+    header = ["setting", "unpatched", ORIGINAL, "bound", KEPT, EVERY_STEP, EVERY_BLOCK, *stacks]
+    header += ["recovered: kept", "every step", "every block", "0.1.3"]
+    lines = []
+    for one in found:
+        shown = ["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, *stacks]
+        line = [one.first["setting"], *(ms(one.find(label)) for label in shown)]
+        for label in (KEPT, EVERY_STEP, EVERY_BLOCK, "original"):
+            row = one.find(label)
+            line.append("-" if row is None else percent(one.recovered(row)))
+        lines.append(line)
+    document.add(title, words + stack_words(found), markdown(header, lines), found)
+    name = f"{section}.svg"
+    plot_recovered(found, document.figures / name)
+    document.picture(name, f"Share of the possible gain that is recovered, {section} mode")
+
+
+def stack_words(found: list[Comparison]) -> str:
+    """On the settings in which whole stacks beat the bound."""
+    ahead = []
+    for one in found:
+        row, free = one.find(STACKS), one.seconds("free")
+        if row is not None and row["seconds"] is not None and free and row["seconds"] < free:
+            times_ms = f"{ms(one.find('unpatched'))} to {ms(row)} ms"
+            ahead.append(f"{times_ms} ({times(one.speedup(row))}) in {one.first['setting']}")
+    if not ahead:
+        return ""
+    return f" Whole stacks are faster than the bound: {'; '.join(ahead)}."
+
+
+def compiled(document: Document) -> None:
+    last = document.settings("compile")
+    if not last:
+        return
+    found = [one for runs in document.runs("compile").values() for one in not_replaced(runs)]
+    labels = measured(found, ["original", KEPT, EVERY_BLOCK, STACKS])
+    names = ["0.1.3" if label == "original" else label for label in labels]
+    header = ["setting", "mode", "compiled", *(f"with {name}" for name in names), "commit"]
+    lines = []
+    for one in found:
+        mode = one.first["mode"].removeprefix("compile").removeprefix("-") or "default"
+        shown = [with_spread(one, one.find(label)) for label in ("unpatched", *labels)]
+        lines.append([one.first["setting"], mode, *shown, one.first.get("commit") or "-"])
+    words = """
+Milliseconds per step, everything compiled in one piece; ± is the spread (interquartile range), and
+in brackets, how many times as fast as compiled alone. In the default mode, the host launches the
+kernels, those of this library too, past PyTorch's dispatcher. *Autotune* is max-autotune without
+coordinate descent, which takes too long to compile here, with matrix products of ATen; it replays
+CUDA graphs."""
+    if any(one not in last for one in found):
+        words += """ A second line of a setting is from an earlier commit, and another host: it is
+there for the variants that have no newer row."""
+    words += "".join(slower_compiled(one) for one in last)
+    document.add("torch.compile", words, markdown(header, lines), found)
+
+
+def not_replaced(runs: list[Comparison]) -> list[Comparison]:
+    """Of the runs of a setting, the last, and earlier ones that have variants it lacks."""
+    shown: list[Comparison] = []
+    seen: set[str] = set()
+    for one in runs:
+        labels = {row["label"] for row in one}
+        if labels - seen:
+            shown.append(one)
+        seen |= labels
+    return shown
+
+
+def with_spread(found: Comparison, row: Row | None) -> str:
+    if row is None or row["seconds"] is None:
+        return ms(row)
+    cell = f"{ms(row)} ± {spread(row)}"
+    return cell if row["variant"] == "unpatched" else f"{cell} ({times(found.speedup(row))})"
+
+
+def slower_compiled(found: Comparison) -> str:
+    """A sentence where no variant is faster than the compiled model alone."""
+    base = found.find("unpatched")
+    merged = sorted(
+        (row for row in found if row["variant"] == "tomesd" and row["seconds"] is not None),
+        key=lambda row: row["seconds"],
+    )
+    if base is None or not merged or base["seconds"] is None:
+        return ""
+    if merged[0]["seconds"] <= base["seconds"]:
+        return ""
+    cells = ", ".join(f"{row['label']} {ms(row)} ± {spread(row)}" for row in merged)
+    return f"""
+
+In {title_of(found)}, no merged variant was faster than the compiled model alone in the last run:
+{ms(base)} ± {spread(base)} ms, and {cells}. The spreads point to the host, which launches kernels
+more slowly than the GPU runs them: then no layer gets faster by doing less. CUDA graphs help. These
+rows merge with `when="always"`."""

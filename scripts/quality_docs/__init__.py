@@ -1,0 +1,1 @@
+"""The sections of docs/quality.md, for update_quality.py."""

@@ -22,8 +22,14 @@ def removable(settings: Settings, cells: Cells, ratio: float) -> int:
 
 
 def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:
-    """How many times smaller than a latent of that size a grid is."""
-    return max(-(-size[0] // grid[0]), -(-size[1] // grid[1]))
+    """How many times smaller than a latent of that size a grid is.
+
+    Counted, so that it is a number also where sizes are symbols of the compiler.
+    """
+    level = 1
+    while size[0] > level * grid[0] or size[1] > level * grid[1]:
+        level += 1
+    return level
 
 
 def level_merges(

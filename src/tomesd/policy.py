@@ -191,7 +191,7 @@ class Frame:
             visit.decided = True
             if not self._pays(visit, x, score_heads):
                 visit.removes, visit.too_small = {}, True
-        return bool(visit.removes)
+        return len(visit.removes) > 0  # PyTorch 2.8 does not compile `bool` of a dict
 
     def _pays(self, visit: Visit, x: Tensor, score_heads: ScoreHeads) -> bool:
         launcher, heads = find_launcher(x.device), score_heads()
@@ -213,6 +213,12 @@ class Frame:
             plan = self.patch.planner(frame, x, remove)
             frame.plans.update(dict.fromkeys(kinds, plan))
         return frame
+
+    def in_attention(self, proportion: Proportion) -> "Frame":
+        """The frame inside an attention layer that is proportional."""
+        return Frame(
+            self.patch, self.call, self.settings, self.grid, self.visit, proportion=proportion
+        )
 
     @property
     def cells(self) -> Cells:

@@ -14,7 +14,7 @@ part of the generated class, so they can be pickled, and equal ones share a clas
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -192,7 +192,8 @@ class Block(Role):
 
     def _given_aligned(self, args: tuple, kwargs: dict) -> str | None:
         """The first argument given that lines up with the tokens."""
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        known = min(len(self.names), len(args))  # PyTorch 2.8 compiles no zip of unequal lengths
+        given = {**dict(zip(self.names[:known], args[:known], strict=True)), **kwargs}
         given.update(given.get("cross_attention_kwargs") or {})
         for name in self.aligned:
             if given.get(name) is not None:
@@ -345,7 +346,7 @@ def _with_proportion(frame: Frame, module: nn.Module, plan: MergePlan) -> Frame:
     if isinstance(proportion, str):
         frame.patch.warn_once(f"tomesd: attention is not proportional in a layer: {proportion}")
         return frame
-    return replace(frame, proportion=proportion)
+    return frame.in_attention(proportion)
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,8 @@ def memory(document: Document) -> None:
     header = ["setting", "unpatched", ORIGINAL, KEPT, EVERY_BLOCK]
     words = f"""
 Peak memory of a step beyond the weights, in MiB, with fused attention. PyTorch does not divide a
-block of memory where less than 1 MiB would be left, so that differences below that mean nothing.
+block of memory where less than 1 MiB would be left; differences below that
+may be no more than that.
 {above_words(found)}"""
     document.add("Memory", words, markdown(header, lines), found)
 

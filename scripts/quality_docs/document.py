@@ -29,7 +29,7 @@ measures that.
 - **Speed-up**: GPU time of the UNet's steps, with guidance, many images at a time, unmerged against
   merged, taking turns at every step, in eager mode. With PyTorch's fused attention; and unfused,
   as when the paper was written. Where one repeat took half as long again as another, something
-  disturbed it, and no speed-up is given.
+  disturbed it, and no speed-up is given. That cannot be told where the ratio changes on the way.
 """
 
 

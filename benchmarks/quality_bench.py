@@ -287,7 +287,7 @@ class Bench:
         """
         args = self.args
         found: Row = {"timed_images": args.time_images, "timed_steps": args.time_steps}
-        steady = len(candidate.ratios(self.pipe)) == 1
+        ratios = candidate.ratios(self.pipe)
         for attention, base, images in (
             ("fused", self.unet, args.time_images),
             ("unfused", self.unfused, max(1, args.time_images // 2)),
@@ -296,13 +296,18 @@ class Bench:
             if candidate.variant != UNMERGED:
                 models["base"] = base
             times = self.sampler.step_times(
-                models, images, args.time_steps, args.time_repeats, spread=alone
+                models,
+                images,
+                args.time_steps,
+                args.time_repeats,
+                spread=alone,
+                every_step_first=len(ratios) > 2,
             )
             calls = args.time_steps * (1 if alone else args.time_repeats)
             found[f"step_ms_{attention}"] = 1000 * sum(times["mine"]) / calls / images
             if candidate.variant != UNMERGED:
                 # Repeats of a part of the steps each differ by more than chance if these do.
-                found |= _speedups(attention, times, interval=steady or not alone)
+                found |= _speedups(attention, times, interval=len(ratios) == 1 or not alone)
             if alone:
                 del models
                 found[f"mib_{attention}"] = self.sampler.step_peak(

@@ -171,6 +171,7 @@ class Sampler:
         repeats: int = 1,
         *,
         spread: bool = False,
+        every_step_first: bool = False,
     ) -> dict[str, list[float]]:
         """Seconds that each model takes for the UNet's calls of `count` images, once per repeat.
 
@@ -179,6 +180,8 @@ class Sampler:
 
         Args:
             spread: each repeat takes its share of the steps, and all repeats together take all.
+            every_step_first: to warm up, all steps are taken, and not three of them: every number
+                of tokens has libraries choose among their kernels, which takes a while.
         """
         times = self.timesteps(steps)
         both, texts = self.inputs(count)
@@ -187,7 +190,7 @@ class Sampler:
             for repeat in range(repeats + 1):
                 chosen = times[repeat - 1 :: repeats] if spread else times
                 if repeat == 0:  # to warm up: whatever is merged at some noise levels only, too
-                    chosen = times[[0, steps // 2, -1]]
+                    chosen = times if every_step_first else times[[0, steps // 2, -1]]
                 clocks = {name: Clock(self.device) for name in models}
                 for t in chosen:
                     for name, unet in models.items():

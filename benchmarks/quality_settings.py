@@ -196,6 +196,11 @@ def search() -> list[Candidate]:
         grids += [{**half, "ratio": ratio, "proportional": True} for ratio in (0.25, 0.5, 0.75)]
         grids += [{**half, **most, "proportional": True}]
     grids += [{**kv, "proportional": True, "window": 0}, {**kv, "proportional": True, "end": 0.8}]
+    cells = {"target": "kv", "ratio": 0.75, "selector": "grid"}
+    grids += [cells, {**cells, "end": 0.8}, {**cells, "start": 0.2}]
+    grids += [{"ratio": 0.75, "selector": "grid", "target": "attn"}]
+    grids += [{**most, "target": "attn", "ratio": 0.6, "proportional": True}]
+    grids += [{**block, "start": start, "end": 0.8} for start in (0.1, 0.2)]
     return rows + [ours(words(settings), settings["target"], **settings) for settings in grids]
 
 

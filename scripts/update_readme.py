@@ -15,16 +15,17 @@ import re
 import sys
 from pathlib import Path
 
+from performance_docs.document import Document
+from performance_docs.sizes import paper_table
 from quality_docs.rows import SPEEDS, last_of_each, speeds, value, with_speed
 
 from tomesd import Settings
-from tomesd.bench.tables import times
+from tomesd.bench.tables import markdown, times
 from tomesd.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-STEPS = 50  # of the images in the paper
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -37,15 +38,10 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def options() -> str:
     docs = field_docs(Settings)
     rows = [[f"`{f.name}`", f"`{f.default}`", docs[f.name]] for f in dataclasses.fields(Settings)]
-    return table(["option", "default", "meaning"], rows)
+    return markdown(["option", "default", "meaning"], rows)
 
 
 def results(name: str) -> list[dict]:
@@ -62,7 +58,7 @@ def demo() -> str:
             quality = [f"{row['psnr']:.1f} dB", f"{row['ssim']:.3f}"]
         step = f"{row['step_seconds']:.2f} s ({base / row['step_seconds']:.2f}x)"
         rows.append([f"{row['ratio']:g}", f"{row['tokens']:,}", step, *quality])
-    return table(["ratio", "tokens", "a step on two CPU cores", "PSNR", "SSIM"], rows)
+    return markdown(["ratio", "tokens", "a step on two CPU cores", "PSNR", "SSIM"], rows)
 
 
 def speed() -> str:
@@ -78,30 +74,12 @@ def speed() -> str:
         for label in ("original", "plan every block"):
             cells.append(f"{1000 * seconds[label]:.1f} ms ({base / seconds[label]:.2f}x)")
         lines.append([setting, *cells])
-    return table(["one step of", "unpatched", "tomesd 0.1.3", "this library"], lines)
+    return markdown(["one step of", "unpatched", "tomesd 0.1.3", "this library"], lines)
 
 
 def paper() -> str:
-    """Time and memory per image of the paper's set-up, at its ratios; the last run counts."""
-    measured = [row for row in results("gpu") if row["section"] == "paper"]
-    measured = [row for row in measured if row["run"] == measured[-1]["run"]]
-    base = next(row for row in measured if row["variant"] == "unpatched")
-
-    def cells(row: dict) -> list[str]:
-        seconds = STEPS * row["seconds"] / row["images"]
-        gib = row["peak_mib"] / row["images"] / 1024
-        if row is base:
-            return [f"{seconds:.2f} s", f"{gib:.2f} GiB"]
-        share = row["peak_mib"] / base["peak_mib"]
-        gain = base["seconds"] / row["seconds"]
-        return [f"{seconds:.2f} s ({gain:.2f}x)", f"{gib:.2f} GiB ({share:.2f}x)"]
-
-    lines = [["0", *cells(base), *cells(base)]]
-    found = {(row["variant"], row["settings"]["ratio"]): row for row in measured if row is not base}
-    for ratio in sorted({ratio for _, ratio in found}):
-        sides = (cells(found[variant, ratio]) for variant in ("original", "tomesd"))
-        lines.append([f"{ratio:g}", *itertools.chain(*sides)])
-    return table(["ratio", "tomesd 0.1.3", "memory", "this library", "memory"], lines)
+    """Time and memory per image of the paper's set-up, at its ratios."""
+    return paper_table(Document(RESULTS, figures=Path()).settings("paper"))
 
 
 def quality() -> str:
@@ -121,7 +99,7 @@ def quality() -> str:
         speed = [times(row.get(speed)) if row["settings"] else "1" for speed in SPEEDS]
         scores = [("fid", 1), ("lpips", 3), ("psnr", 1)]
         lines.append([name, *(value(row, *score) for score in scores), *speed])
-    return table(["", "FID", "LPIPS", "PSNR", "speed-up", "with unfused attention"], lines)
+    return markdown(["", "FID", "LPIPS", "PSNR", "speed-up", "with unfused attention"], lines)
 
 
 def memory() -> str:
@@ -140,7 +118,9 @@ def memory() -> str:
                 mib = found[library]
                 values.append(f"{mib:,} MiB ({mib / unpatched:.2f}x)")
             rows.append([grid, merged, *values])
-    return table(["tokens", "merged, r = 0.5", "unpatched", "tomesd 0.1.3", "this library"], rows)
+    return markdown(
+        ["tokens", "merged, r = 0.5", "unpatched", "tomesd 0.1.3", "this library"], rows
+    )
 
 
 def fill(text: str, name: str, content: str) -> str:

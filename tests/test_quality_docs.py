@@ -120,6 +120,9 @@ def test_repeats_share_the_steps_out(pipe: Any) -> None:
     assert sorted(timed, reverse=True) == sampler.timesteps(6).tolist()
     assert len(times["a"]) == 3 and timed[0] > timed[1] and timed[2] > timed[3]
     assert warm_up[0] == max(timed) and warm_up[-1] == min(timed)
+    seen.clear()
+    sampler.step_times({"a": model}, 1, 6, repeats=3, spread=True, every_step_first=True)
+    assert seen[:6] == sampler.timesteps(6).tolist() and sorted(seen[6:]) == sorted(seen[:6])
 
 
 def test_the_ratios_that_would_be_compiled(pipe: Any) -> None:

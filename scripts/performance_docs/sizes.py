@@ -12,9 +12,19 @@ def paper(document: Document) -> None:
     found = document.settings("paper")
     if not found:
         return
+    words = f"""
+The table of the original's README: Stable Diffusion 1.5 at 512 px, attention that is not fused, r
+from 10 to 60 %. Time of the UNet for {STEPS} steps, and memory, both per image, of
+{found[0].first["images"]} images at a time, in eager mode at default settings; in brackets, how
+many times as fast as unpatched, and how much of its memory."""
+    document.add("The table of the paper", words, paper_table(found), found)
+
+
+def paper_table(found: list[Comparison]) -> str:
+    """Time and memory per image by ratio, of the original and of this library."""
     lines = []
     for one in found:
-        lines.append(["0", *per_image(one, one.find("unpatched")), "-", "-"])
+        lines.append(["unpatched", *per_image(one, one.find("unpatched")), "-", "-"])
         ratios = {row["settings"]["ratio"] for row in one if row["settings"]}
         for ratio in sorted(ratios):
             by_kind = {
@@ -25,12 +35,7 @@ def paper(document: Document) -> None:
             original = per_image(one, by_kind.get("original"))
             lines.append([f"{100 * ratio:.0f}", *original, *per_image(one, by_kind.get("tomesd"))])
     header = ["r %", f"{ORIGINAL}: s / image", "GiB / image", f"{OURS}: s / image", "GiB / image"]
-    words = f"""
-The table of the original's README: Stable Diffusion 1.5 at 512 px, attention that is not fused, r
-from 10 to 60 %. Time of the UNet for {STEPS} steps, and memory, both per image, of
-{found[0].first["images"]} images at a time, in eager mode at default settings. The row r = 0 is the
-unpatched model; in brackets, how many times as fast, and how much of its memory."""
-    document.add("The table of the paper", words, markdown(header, lines), found)
+    return markdown(header, lines)
 
 
 def per_image(found: Comparison, row: Row | None) -> list[str]:

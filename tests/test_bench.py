@@ -500,6 +500,32 @@ def test_the_document_tells_what_the_rows_say(tmp_path: Path) -> None:
         update_performance.main([*where, "--check"])
 
 
+def test_the_document_tells_where_compiled_models_gain_nothing(tmp_path: Path) -> None:
+    compiled = {"section": "compile", "mode": "compile"}
+    old = {**compiled, "run": "old", "date": "2024-01-01", "commit": "old"}
+    rows = [
+        made_up("unpatched", 0.04, **compiled, prepare_seconds=100.0),
+        made_up("plan every block", None, **compiled),
+        made_up("whole stacks", 0.05, **compiled, prepare_seconds=150.0),
+        made_up("unpatched", 0.033, **old, prepare_seconds=100.0),
+        made_up("plan every block", 0.03, **old, prepare_seconds=200.0),
+        made_up("whole stacks", 0.02, **old, prepare_seconds=110.0),
+        made_up("unpatched", 0.03, **{**compiled, "mode": "compile-autotune"}),
+    ]
+    results, docs = results_folder(tmp_path, rows), tmp_path / "docs"
+    docs.mkdir()
+    update_performance.main(["--results", str(results), "--docs", str(docs)])
+    text = (docs / "performance.md").read_text()
+    spread = "± 0.1"
+    line = f"| a setting | default | 40.0 {spread} | OOM | 50.0 {spread} (0.80x) | abc |"
+    older = f"| default | 33.0 {spread} | 30.0 {spread} (1.10x) | 20.0 {spread} (1.65x) | old |"
+    assert line in text and older in text  # what failed is shown from the run before
+    words = " ".join(text.split())
+    assert "at most, 200 s instead of 100 (a setting, plan every block, many" in words
+    assert f"in the last run: 40.0 {spread} ms, and whole stacks 50.0 {spread}." in words
+    assert f"where graphs are replayed, the same model took 30.0 {spread} ms." in words
+
+
 def test_the_document_in_the_repository_is_up_to_date() -> None:
     update_performance.main(["--check"])
 

@@ -488,6 +488,20 @@ def test_the_search_shows_its_front(tmp_path: Path) -> None:
     assert re.findall(r"^\| this library \| (\w) ", text, re.MULTILINE) == ["a", "b"]
 
 
+def test_the_search_tells_about_the_defaults(tmp_path: Path) -> None:
+    rows = []
+    for place, option in enumerate(
+        ({}, {"proportional": True}, {"target": "kv"}, {"target": "kv", "proportional": True})
+    ):
+        assert "The defaults" not in (documents(tmp_path, rows) if rows else "")
+        settings = {"ratio": 0.5, "when": "always", **option}
+        scores: dict[str, Any] = {"lpips": 0.1 - place / 100, "speedup": 1.1 + place / 10}
+        rows.append(made_up("search", "tomesd", f"{place}", settings=settings, **scores))
+    text = documents(tmp_path, rows)
+    assert "| default | 1.10x | - | 0.1000 ± 0.0100 | - |" in text
+    assert "| `target='kv'`, `proportional=True` | 1.40x | - | 0.0700 ± 0.0070 | - |" in text
+
+
 def test_it_says_what_is_missing(tmp_path: Path) -> None:
     where = ["--results", str(tmp_path / "none.jsonl"), "--docs", str(tmp_path)]
     with pytest.raises(SystemExit, match=r"no such file; benchmarks/quality\.py makes it"):

@@ -74,7 +74,7 @@ CUDA graphs."""
     if any(one not in last for one in found):
         words += """ A second line of a setting is from an earlier commit, and another host: it is
 there for the variants that have no newer row."""
-    words += "".join(slower_compiled(one) for one in last)
+    words += longest_compiled(found) + "".join(slower_compiled(one, last) for one in last)
     document.add("torch.compile", words, markdown(header, lines), found)
 
 
@@ -83,7 +83,7 @@ def not_replaced(runs: list[Comparison]) -> list[Comparison]:
     shown: list[Comparison] = []
     seen: set[str] = set()
     for one in runs:
-        labels = {row["label"] for row in one}
+        labels = {row["label"] for row in one if row["seconds"] is not None}
         if labels - seen:
             shown.append(one)
         seen |= labels
@@ -97,8 +97,24 @@ def with_spread(found: Comparison, row: Row | None) -> str:
     return cell if row["variant"] == "unpatched" else f"{cell} ({times(found.speedup(row))})"
 
 
-def slower_compiled(found: Comparison) -> str:
-    """A sentence where no variant is faster than the compiled model alone."""
+def longest_compiled(found: list[Comparison]) -> str:
+    """What merging added at most to the time that compiling takes, within one run."""
+    pairs = []
+    for one in found:
+        base = (one.find("unpatched") or {}).get("prepare_seconds")
+        merged = [row for row in one if row["variant"] == "tomesd" and row.get("prepare_seconds")]
+        pairs += [(row["prepare_seconds"] / base, one, row) for row in merged if base]
+    if not pairs:
+        return ""
+    _, one, row = max(pairs, key=lambda pair: pair[0])
+    alone = one.find("unpatched")["prepare_seconds"]
+    return f""" The compiler looks into every launch of a kernel, so compiling takes longer: at
+most, {row["prepare_seconds"]:.0f} s instead of {alone:.0f} ({title_of(one)}, {row["label"]}, many
+processes at a time). `compile_repeated_blocks` of Diffusers compiles a block of each kind once."""
+
+
+def slower_compiled(found: Comparison, others: list[Comparison]) -> str:
+    """A paragraph where no variant is faster than the compiled model alone."""
     base = found.find("unpatched")
     merged = sorted(
         (row for row in found if row["variant"] == "tomesd" and row["seconds"] is not None),
@@ -109,9 +125,15 @@ def slower_compiled(found: Comparison) -> str:
     if merged[0]["seconds"] <= base["seconds"]:
         return ""
     cells = ", ".join(f"{row['label']} {ms(row)} ± {spread(row)}" for row in merged)
-    return f"""
+    words = f"""
 
 In {title_of(found)}, no merged variant was faster than the compiled model alone in the last run:
-{ms(base)} ± {spread(base)} ms, and {cells}. The spreads point to the host, which launches kernels
-more slowly than the GPU runs them: then no layer gets faster by doing less. CUDA graphs help. These
-rows merge with `when="always"`."""
+{ms(base)} ± {spread(base)} ms, and {cells}."""
+    for other in others:
+        replayed = other.find("unpatched")
+        same = other.first["setting"] == found.first["setting"] and other is not found
+        if same and replayed is not None and (replayed["seconds"] or 1.0) < base["seconds"]:
+            words += f""" The GPU waited for the host there: where graphs are replayed, the same
+model took {ms(replayed)} ± {spread(replayed)} ms. Then no layer gets faster by doing less, and what
+merging adds is launches. CUDA graphs help: `mode="reduce-overhead"`, or *autotune* as above."""
+    return words + ' These rows merge with `when="always"`.'

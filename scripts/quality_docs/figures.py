@@ -78,7 +78,7 @@ def plot_front(rows: list[Row], figures: Path) -> str:
 
 def plot_search(rows: list[Row], figures: Path) -> str:
     picture, axes = panels(1, 2, 3.6)
-    colours = {"attn": "#00798c", "kv": "#c7b446", "block": "#6a4c93", "stack": "#2a6f97"}
+    colours = {"attn": "#00798c", "kv": "#c7b446", "block": "#6a4c93"}
     for one, (speed, words) in zip(axes[0], SPEEDS.items(), strict=True):
         chosen = [row for row in rows if row["variant"] == "original" and has(row, speed)]
         style = {"s": 14, "color": COLOURS["original"], "label": ORIGINAL}

@@ -26,9 +26,9 @@ from .rows import (
 def front(document: Document) -> None:
     title, rows = "Quality against speed", document.section("front")
     base = [row for row in rows if not row["settings"]]
-    rows = [row for row in rows if row["settings"]]
+    rows = [row for row in rows if row["settings"] and any(row.get(speed) for speed in SPEEDS)]
     rows.sort(key=lambda row: (row["variant"] != "original", row.get("lpips", 0.0)))
-    if not any(row.get(speed) for row in rows for speed in SPEEDS):
+    if not rows:
         document.missing(title)
         return
     header = ["", "LPIPS", "PSNR", "FID", "FID to unmerged", "KID x 1000", "speed-up", "unfused"]
@@ -138,8 +138,34 @@ and closer than.{EVENLY if any(map(gave_up_evenly, rows)) else ""}""")
             lines.append([name_of(row), row["label"], times(row[speed]), *scores])
         parts.append(markdown([name, "settings", "speed-up", "LPIPS", "PSNR"], lines))
         parts += statement(rows, speed, name, scores=("lpips",))
+    parts += defaults(rows)
     parts.append(f"![LPIPS against speed-up]({plot_search(rows, document.figures)})")
     document.add(title, *parts, rows=rows)
+
+
+def defaults(rows: list[Row]) -> list[str]:
+    """Half of the tokens at default settings, and the smallest changes that do better."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"proportional": True},
+        {"target": "kv"},
+        {"target": "kv", "proportional": True},
+    ]
+    lines = []
+    for option in options:
+        wanted = changed(Settings(ratio=0.5, **option))
+        same = (r for r in rows if r["variant"] == "tomesd" and changed_in(r) == wanted)
+        row = next(same, None)
+        if row is None:
+            return []
+        name = ", ".join(f"`{key}={value!r}`" for key, value in option.items())
+        speeds = [times(row.get(speed)) for speed in SPEEDS]
+        lines.append([name or "default", *speeds, value(row, "lpips", 4), value(row, "psnr", 2)])
+    words = f"""
+**The defaults** stay what they are in {ORIGINAL}, so that what was written for it merges the same
+layers in the same way. Others keep images closer, and the presets are made of them:"""
+    header = ["`ratio=0.5`", *(f"speed-up, {name}" for name in SPEEDS.values()), "LPIPS", "PSNR"]
+    return [filled(words), markdown(header, lines)]
 
 
 def presets(rows: list[Row]) -> list[str]:

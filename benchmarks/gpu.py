@@ -25,6 +25,7 @@ from tomesd.bench.calls import make_call
 from tomesd.bench.models import shared_copy
 from tomesd.bench.rows import Row
 from tomesd.bench.tables import Comparison, comparisons, duration, failures, percent
+from tomesd.presets import PRESETS
 
 DEFAULT = Settings()
 
@@ -117,6 +118,32 @@ def pipelines(original: str | None) -> Iterator[Case]:
         )
 
 
+def presets(_: str | None) -> Iterator[Case]:
+    """Whole images with each preset: some merge in a part of the steps only."""
+    named = {name: Settings(**options) for name, options in PRESETS.items()}
+    variants = [Variant("unpatched"), Variant("tomesd", DEFAULT, "default")]
+    variants += [Variant("tomesd", settings, name) for name, settings in named.items()]
+    for model, name, side, images in (
+        ("sd15", "SD1.5", 512, 8),
+        ("sd15", "SD1.5", 1024, 4),
+        ("sdxl", "SDXL", 1024, 4),
+        ("sdxl", "SDXL", 2048, 1),
+    ):
+        yield Case(
+            model=model,
+            height=side,
+            width=side,
+            images=images,
+            what="pipeline",
+            steps=10,
+            dtype="float16",
+            attention="sdpa",
+            variants=tuple(variants),
+            section="presets",
+            setting=f"{name} {side} px, {images} images",
+        )
+
+
 SECTIONS = {
     "graph": facts("graph"),
     "eager": facts("eager"),
@@ -125,6 +152,7 @@ SECTIONS = {
     "sdxl": sdxl,
     "matching": None,  # measures plans, not models
     "pipelines": pipelines,
+    "presets": presets,
 }
 
 

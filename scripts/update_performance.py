@@ -13,7 +13,7 @@ from pathlib import Path
 from performance_docs.document import Document
 from performance_docs.matching import cpu, matching, sharing
 from performance_docs.modes import compiled, eight_settings
-from performance_docs.sizes import by_batch, memory, paper, pipelines
+from performance_docs.sizes import by_batch, memory, paper, pipelines, presets
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,6 +54,7 @@ def build(document: Document) -> str:
         "bottleneck. Milliseconds per step.",
     )
     pipelines(document)
+    presets(document)
     memory(document)
     matching(document)
     sharing(document)

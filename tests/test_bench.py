@@ -526,6 +526,18 @@ def test_the_document_tells_where_compiled_models_gain_nothing(tmp_path: Path) -
     assert f"where graphs are replayed, the same model took 30.0 {spread} ms." in words
 
 
+def test_the_document_has_the_presets_if_they_were_measured(tmp_path: Path) -> None:
+    common = {"section": "presets", "mode": "eager", "steps": 10}
+    seconds = {"unpatched": 1.0, "default": 0.8, "quality": 0.5, "balanced": None, "fast": 2.0}
+    rows = [made_up(label, value, **common) for label, value in seconds.items()]
+    results, docs = results_folder(tmp_path, rows), tmp_path / "docs"
+    docs.mkdir()
+    update_performance.main(["--results", str(results), "--docs", str(docs)])
+    text = (docs / "performance.md").read_text()
+    assert "| a setting | 1,000 | 800.0 (1.25x) | 500.0 (2.00x) | OOM | 2,000 (0.50x) |" in text
+    assert "in 10 steps" in text
+
+
 def test_the_document_in_the_repository_is_up_to_date() -> None:
     update_performance.main(["--check"])
 

@@ -2,6 +2,7 @@
 
 from tomesd.bench.rows import Row
 from tomesd.bench.tables import Comparison, markdown, times
+from tomesd.presets import PRESETS
 
 from .document import EVERY_BLOCK, KEPT, ORIGINAL, OURS, Document, gained, mib, ms, spread, title_of
 
@@ -128,6 +129,25 @@ def pipelines(document: Document) -> None:
     words = "Milliseconds for one image, with scheduler and decoder, eager, at default settings."
     header = ["setting", "unpatched", ORIGINAL, OURS]
     document.add("Whole images", words, markdown(header, lines), found)
+
+
+def presets(document: Document) -> None:
+    found = document.settings("presets")
+    if not found:
+        return
+    labels = ["default", *PRESETS]
+    lines = [
+        [
+            title_of(one),
+            ms(one.find("unpatched")),
+            *(gained(one, one.find(label)) for label in labels),
+        ]
+        for one in found
+    ]
+    words = f"""
+Milliseconds for images in {found[0].first["steps"]} steps, with scheduler and decoder, eager, with
+fused attention. What the presets do to images: [quality](quality.md)."""
+    document.add("Presets", words, markdown(["setting", "unpatched", *labels], lines), found)
 
 
 def memory(document: Document) -> None:

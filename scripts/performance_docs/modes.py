@@ -135,5 +135,9 @@ In {title_of(found)}, no merged variant was faster than the compiled model alone
         if same and replayed is not None and (replayed["seconds"] or 1.0) < base["seconds"]:
             words += f""" The GPU waited for the host there: where graphs are replayed, the same
 model took {ms(replayed)} ± {spread(replayed)} ms. Then no layer gets faster by doing less, and what
-merging adds is launches. CUDA graphs help: `mode="reduce-overhead"`, or *autotune* as above."""
-    return words + ' These rows merge with `when="always"`.'
+merging adds is launches. CUDA graphs help: `mode="reduce-overhead"`, or *autotune*."""
+    return (
+        words
+        + """ These rows merge with `when="always"`; by default, layers are left alone
+where the host is expected to be the bottleneck."""
+    )

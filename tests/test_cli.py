@@ -1,6 +1,7 @@
 """The commands as a user meets them: what they write, and how they refuse."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -163,3 +164,12 @@ def test_the_module_runs_as_a_program() -> None:
         [sys.executable, "-m", "tomesd", "--version"], capture_output=True, text=True
     )
     assert out.stdout.strip() == f"tomesd {tomesd.__version__}"
+
+
+def test_nothing_is_said_when_nobody_reads_on() -> None:
+    nobody, pipe = os.pipe()
+    os.close(nobody)
+    command = [sys.executable, "-m", "tomesd", "--help"]
+    out = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
+    os.close(pipe)
+    assert (out.returncode, out.stderr) == (1, "")

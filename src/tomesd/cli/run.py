@@ -1,5 +1,6 @@
 """Parses the command line, runs a command, and turns errors into one line."""
 
+import os
 import sys
 import warnings
 from typing import Annotated, Any
@@ -62,6 +63,9 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         errors.print("tomesd: interrupted")
         return 130
+    except BrokenPipeError:  # who read it, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write
+        return 1
     except (LoadError, UnsupportedModelError, ValueError, TypeError) as error:
         errors.print(f"tomesd: {error}")
         return 2

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matching
 import torch
@@ -28,6 +29,7 @@ from tomesd.bench.tables import Comparison, comparisons, duration, failures, per
 from tomesd.presets import PRESETS
 
 DEFAULT = Settings()
+NAMES = {"sd15": "SD1.5", "sdxl": "SDXL"}
 
 
 def facts(mode: str) -> Callable[[str | None], Iterator[Case]]:
@@ -48,18 +50,21 @@ def three(merge: Settings, original: str | None, rand: bool = True) -> tuple[Var
     return tuple(variants)
 
 
+def half(model: str, side: int, attention: str = "sdpa", **more: Any) -> Case:
+    """Square images, in half precision."""
+    return Case(model, side, side, dtype="float16", attention=attention, **more)
+
+
 def paper(original: str | None) -> Iterator[Case]:
     """SD 1.5 at 512 px with attention that is not fused, ratio 10 to 60 %."""
     variants = [Variant("unpatched")]
     for tenths in range(1, 7):
         variants += three(replace(DEFAULT, ratio=tenths / 10), original)[1:]
-    yield Case(
-        model="sd15",
-        height=512,
-        width=512,
+    yield half(
+        "sd15",
+        512,
+        "eager",
         images=8,
-        dtype="float16",
-        attention="eager",
         variants=tuple(variants),
         section="paper",
         setting="SD1.5 512 px, unfused attention",
@@ -70,13 +75,10 @@ def batches(original: str | None) -> Iterator[Case]:
     """Resolution x images, at the default settings."""
     for side in (512, 768, 1024):
         for images in (1, 2, 4, 8, 10):
-            yield Case(
-                model="sd15",
-                height=side,
-                width=side,
+            yield half(
+                "sd15",
+                side,
                 images=images,
-                dtype="float16",
-                attention="sdpa",
                 variants=three(DEFAULT, original),
                 section="batches",
                 setting=f"SD1.5 {side} px, {images} images",
@@ -87,13 +89,10 @@ def sdxl(original: str | None) -> Iterator[Case]:
     """SDXL at its own size and the default settings, where merging can hardly pay."""
     for mode in ("eager", "graph"):
         for images in (1, 2, 4, 8):
-            yield Case(
-                model="sdxl",
-                height=1024,
-                width=1024,
+            yield half(
+                "sdxl",
+                1024,
                 images=images,
-                dtype="float16",
-                attention="sdpa",
                 mode=mode,
                 variants=three(DEFAULT, original, rand=mode != "graph"),
                 section="sdxl",
@@ -104,17 +103,14 @@ def sdxl(original: str | None) -> Iterator[Case]:
 def pipelines(original: str | None) -> Iterator[Case]:
     """Whole images, with scheduler and decoder."""
     for model, side in (("sd15", 512), ("sd15", 1024), ("sdxl", 1024)):
-        yield Case(
-            model=model,
-            height=side,
-            width=side,
+        yield half(
+            model,
+            side,
             what="pipeline",
             steps=20,
-            dtype="float16",
-            attention="sdpa",
             variants=three(DEFAULT, original),
             section="pipelines",
-            setting=f"{'SDXL' if model == 'sdxl' else 'SD1.5'} {side} px, 20 steps",
+            setting=f"{NAMES[model]} {side} px, 20 steps",
         )
 
 
@@ -123,24 +119,21 @@ def presets(_: str | None) -> Iterator[Case]:
     named = {name: Settings(**options) for name, options in PRESETS.items()}
     variants = [Variant("unpatched"), Variant("tomesd", DEFAULT, "default")]
     variants += [Variant("tomesd", settings, name) for name, settings in named.items()]
-    for model, name, side, images in (
-        ("sd15", "SD1.5", 512, 8),
-        ("sd15", "SD1.5", 1024, 4),
-        ("sdxl", "SDXL", 1024, 4),
-        ("sdxl", "SDXL", 2048, 1),
+    for model, side, images in (
+        ("sd15", 512, 8),
+        ("sd15", 1024, 4),
+        ("sdxl", 1024, 4),
+        ("sdxl", 2048, 1),
     ):
-        yield Case(
-            model=model,
-            height=side,
-            width=side,
+        yield half(
+            model,
+            side,
             images=images,
             what="pipeline",
             steps=10,
-            dtype="float16",
-            attention="sdpa",
             variants=tuple(variants),
             section="presets",
-            setting=f"{name} {side} px, {images} images",
+            setting=f"{NAMES[model]} {side} px, {images} images",
         )
 
 

@@ -52,15 +52,15 @@ class Proportion:
 
     def _widen(self, part: Part, x: Tensor) -> Tensor:
         heads = self._heads(x)
-        width = heads.shape[3]
-        scale = (width + _EXTRA if self.by_width else width) ** -0.5
-        extra = heads.new_zeros(*heads.shape[:3], _EXTRA)
+        extra = heads.new_zeros(*heads.shape[:2], 1, _EXTRA)
         if part == "to_q":
-            heads = heads * (width**-0.5 / scale)
             extra[..., 0] = 1
         elif part == "to_k":
+            width = heads.shape[3]
+            scale = (width + _EXTRA if self.by_width else width) ** -0.5
+            heads = heads * (width**-0.5 / scale)  # not the queries: there may be more of them
             extra[..., 0] = (self.log_size / scale)[..., None].to(extra.dtype)
-        return torch.cat([heads, extra], dim=3).flatten(2)
+        return torch.cat([heads, extra.expand(-1, -1, self.heads, -1)], dim=3).flatten(2)
 
 
 def proportion_of(attention: nn.Module, size: Tensor) -> "Proportion | str":

@@ -72,8 +72,8 @@ kernels, those of this library too, past PyTorch's dispatcher. *Autotune* is max
 coordinate descent, which takes too long to compile here, with matrix products of ATen; it replays
 CUDA graphs."""
     if any(one not in last for one in found):
-        words += """ A second line of a setting is from an earlier commit, and another host: it is
-there for the variants that have no newer row."""
+        words += """ A second line of a setting is from an earlier run: it is there for the variants
+that have no newer row."""
     words += longest_compiled(found) + "".join(slower_compiled(one, last) for one in last)
     document.add("torch.compile", words, markdown(header, lines), found)
 
@@ -108,9 +108,9 @@ def longest_compiled(found: list[Comparison]) -> str:
         return ""
     _, one, row = max(pairs, key=lambda pair: pair[0])
     alone = one.find("unpatched")["prepare_seconds"]
-    return f""" The compiler looks into every launch of a kernel, so compiling takes longer: at
-most, {row["prepare_seconds"]:.0f} s instead of {alone:.0f} ({title_of(one)}, {row["label"]}, many
-processes at a time). `compile_repeated_blocks` of Diffusers compiles a block of each kind once."""
+    return f""" With merging, compiling takes longer: at most, {row["prepare_seconds"]:.0f} s
+instead of {alone:.0f} ({title_of(one)}, {row["label"]}, many processes at a time).
+`compile_repeated_blocks` of Diffusers compiles a block of each kind once."""
 
 
 def slower_compiled(found: Comparison, others: list[Comparison]) -> str:
@@ -128,16 +128,12 @@ def slower_compiled(found: Comparison, others: list[Comparison]) -> str:
     words = f"""
 
 In {title_of(found)}, no merged variant was faster than the compiled model alone in the last run:
-{ms(base)} ± {spread(base)} ms, and {cells}."""
-    for other in others:
-        replayed = other.find("unpatched")
-        same = other.first["setting"] == found.first["setting"] and other is not found
-        if same and replayed is not None and (replayed["seconds"] or 1.0) < base["seconds"]:
-            words += f""" The GPU waited for the host there: where graphs are replayed, the same
-model took {ms(replayed)} ± {spread(replayed)} ms. Then no layer gets faster by doing less, and what
-merging adds is launches. CUDA graphs help: `mode="reduce-overhead"`, or *autotune*."""
-    return (
-        words
-        + """ These rows merge with `when="always"`; by default, layers are left alone
-where the host is expected to be the bottleneck."""
-    )
+{ms(base)} ± {spread(base)} ms, and {cells}. These rows merge with `when="always"`; by default,
+layers are left alone where the host is expected to be the bottleneck."""
+    same = (one.find("unpatched") for one in others if one.first["setting"] == base["setting"])
+    faster = (row for row in same if row and row["seconds"] and row["seconds"] < base["seconds"])
+    replayed = next(faster, None)
+    if replayed is None:
+        return words
+    return f"""{words} Here it probably was: where graphs are replayed, the same model took
+{ms(replayed)} ± {spread(replayed)} ms."""

@@ -153,9 +153,7 @@ def defaults(rows: list[Row]) -> list[str]:
     ]
     lines = []
     for option in options:
-        wanted = changed(Settings(ratio=0.5, **option))
-        same = (r for r in rows if r["variant"] == "tomesd" and changed_in(r) == wanted)
-        row = next(same, None)
+        row = with_options(rows, {"ratio": 0.5, **option})
         if row is None:
             return []
         name = ", ".join(f"`{key}={value!r}`" for key, value in option.items())
@@ -172,13 +170,12 @@ def presets(rows: list[Row]) -> list[str]:
     """The presets, from the rows that have their settings."""
     lines = []
     for name, options in PRESETS.items():
-        same = changed(Settings(**options))
-        for row in rows:
-            if row["variant"] == "tomesd" and changed_in(row) == same:
-                speed = [times(row.get(speed)) for speed in SPEEDS]
-                settings = ", ".join(f"`{key}={value!r}`" for key, value in options.items())
-                scores = [value(row, "lpips", 4), value(row, "fid", 2)]
-                lines.append([f"`{name}`", settings, *speed, *scores])
+        row = with_options(rows, options)
+        if row is not None:
+            speed = [times(row.get(speed)) for speed in SPEEDS]
+            settings = ", ".join(f"`{key}={value!r}`" for key, value in options.items())
+            scores = [value(row, "lpips", 4), value(row, "fid", 2)]
+            lines.append([f"`{name}`", settings, *speed, *scores])
     if not lines:
         return []
     words = """
@@ -188,6 +185,13 @@ ones."""
     speeds = [f"speed-up, {name}" for name in SPEEDS.values()]
     header = ["preset", "settings", *speeds, "LPIPS", "FID"]
     return [filled(words), markdown(header, lines)]
+
+
+def with_options(rows: list[Row], options: dict[str, Any]) -> Row | None:
+    """The row of this library with such settings."""
+    wanted = changed(Settings(**options))
+    same = (row for row in rows if row["variant"] == "tomesd" and changed_in(row) == wanted)
+    return next(same, None)
 
 
 def changed_in(row: Row) -> dict[str, Any]:

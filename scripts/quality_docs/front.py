@@ -179,9 +179,8 @@ def presets(rows: list[Row]) -> list[str]:
     if not lines:
         return []
     words = """
-The presets of `apply_patch(model, preset=...)`, which were chosen in the search below. A model of
-this size at 256 px leaves little to gain with fused attention; docs/performance.md has larger
-ones."""
+The presets of `apply_patch(model, preset=...)`, which the search below led to. A model of this size
+at 256 px leaves little to gain with fused attention; docs/performance.md has larger ones."""
     speeds = [f"speed-up, {name}" for name in SPEEDS.values()]
     header = ["preset", "settings", *speeds, "LPIPS", "FID"]
     return [filled(words), markdown(header, lines)]

@@ -18,7 +18,7 @@ FORMAT = 1
 
 Preset = Literal["quality", "balanced", "fast"]
 
-# Each the best of its speed in the search of docs/quality.md.
+# What the search in docs/quality.md led to.
 PRESETS: dict[str, dict[str, Any]] = {
     "quality": {"target": "kv", "ratio": 0.5, "proportional": True},
     "balanced": {"target": "kv", "ratio": 0.75, "window": 8},

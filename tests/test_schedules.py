@@ -317,10 +317,12 @@ def test_closer_to_each_other_in_their_distance_from_the_mean(seed: int) -> None
     similarity = torch.cosine_similarity(x, x.mean(1, keepdim=True), dim=2)[0]
     angle = angle_to_mean(x)[0]
     cosines = angle @ angle.T
-    distance = (similarity[:, None] - similarity).abs()
-    one, other = torch.rand(2, 50).mul(144).long()
-    closer = distance.flatten()[one] < distance.flatten()[other] - 1e-4
-    assert (cosines.flatten()[one][closer] >= cosines.flatten()[other][closer]).all()
+    distance = (similarity[:, None] - similarity).abs().flatten()
+    gain = cosines.flatten()[:, None] - cosines.flatten()  # of every pair over every other
+    lead = distance - distance[:, None]
+    # Near 1, cosines are flat: what rounding leaves of a difference may have any sign.
+    assert (gain[lead > 1e-4] > -1e-6).all()
+    assert (gain[lead > 0.05] > 0).all()
 
 
 def test_presets_are_settings_that_options_win_over() -> None:

@@ -43,14 +43,20 @@ class Worker:
         self.other_end.close()  # or nobody would notice if the process died
 
     def time(self, calls: int) -> float:
-        self.connection.send(calls)
+        return self._ask("time", calls)
+
+    def time_launches(self) -> float | None:
+        return self._ask("time_launches")
+
+    def _ask(self, method: str, *args: int) -> Any:
+        self.connection.send((method, args))
         if not self.connection.poll(120):
             raise RuntimeError(f"{self.case.setting}, {self.variant}: no answer")
         return self.connection.recv()
 
 
 def work(case: Case, variant: Variant, connection: Connection) -> None:
-    """In the process: makes the variant ready, then answers each number of calls with seconds."""
+    """In the process: makes the variant ready, then does what it is asked to with it."""
     from tomesd.bench import load_subject, prepare
 
     try:
@@ -71,8 +77,9 @@ def work(case: Case, variant: Variant, connection: Connection) -> None:
     except Exception as error:
         connection.send(f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}")
         return
-    while (calls := connection.recv()) is not None:
-        connection.send(prepared.time(calls))
+    while True:
+        method, args = connection.recv()
+        connection.send(getattr(prepared, method)(*args))
 
 
 def make_workers(cases: list[Case]) -> dict[Any, Worker]:
@@ -148,6 +155,7 @@ def time_case(one: Case, workers: dict[Any, Worker], effort: Effort) -> list[Row
                 "spread": timing.spread,
                 "repeats": len(timing.seconds),
                 "calls": timing.calls,
+                "host_seconds": worker.time_launches(),
             }
         rows.append(row)
     return rows
@@ -199,7 +207,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--variants",
         nargs="+",
-        default=["unpatched", "original", "plan kept", "plan every block", "whole stacks"],
+        default=[
+            "unpatched",
+            "original",
+            "plan kept",
+            "plan every block",
+            "whole stacks",
+            "if faster",
+        ],
     )
     parser.add_argument("--jobs", type=int, default=16, help="processes that compile at a time")
     parser.add_argument("--threads", type=int, default=2, help="compile threads per process")

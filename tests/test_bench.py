@@ -1,5 +1,6 @@
 """The benchmark: what it measures, the rows it writes, and the tables made of them."""
 
+import gc
 import json
 import math
 import re
@@ -38,7 +39,7 @@ from tomesd.bench import (
 )
 from tomesd.bench import models as bench_models
 from tomesd.bench.calls import make_call
-from tomesd.bench.measure import Timing, take_turns
+from tomesd.bench.measure import Timing, take_turns, time_calls
 from tomesd.bench.models import shared_copy
 from tomesd.bench.tables import duration, failures, split_common
 from tomesd.bench.variants import FreePlan
@@ -203,6 +204,25 @@ def test_a_plan_kept_for_three_steps_is_timed_in_threes() -> None:
     assert calls == [1, 3, 3]
 
 
+def test_no_garbage_is_collected_while_the_clock_runs() -> None:
+    collects: list[bool] = []
+    assert time_calls(lambda: collects.append(gc.isenabled()), 3, CPU) > 0
+    assert collects == [False] * 3 and gc.isenabled()
+
+    def fail() -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        time_calls(fail, 1, CPU)
+    assert gc.isenabled()
+    gc.disable()  # who has turned it off does not find it on
+    try:
+        time_calls(lambda: None, 1, CPU)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_variants_take_turns() -> None:
     order: list[str] = []
     timers = {
@@ -285,7 +305,7 @@ def test_the_bound_removes_what_merging_removes() -> None:
 ROW_KEYS = {
     *("run", "date", "section", "setting", "model", "what", "steps", "height", "width", "images"),
     *("batch", "dtype", "attention", "mode", "variant", "label", "settings", "seconds", "spread"),
-    *("repeats", "calls", "peak_mib", "pool_mib", "finite", "left_alone", "error"),
+    *("repeats", "calls", "host_seconds", "peak_mib", "pool_mib", "finite", "left_alone", "error"),
     *("hardware", "torch", "triton", "diffusers", "tomesd", "commit"),
 }
 

@@ -10,7 +10,15 @@ import torch
 
 from ..patch import patch_of
 from .calls import WHATS, Call, Step, make_call
-from .measure import Effort, MemoryProbe, attempt, free_memory, take_turns, time_calls
+from .measure import (
+    Effort,
+    MemoryProbe,
+    attempt,
+    free_memory,
+    take_turns,
+    time_calls,
+    time_launches,
+)
 from .models import Subject, load_subject, shared_copy
 from .modes import EAGER, GRAPH, MODES, Graph, compile_model, warm_up
 from .rows import OUT_OF_MEMORY, Row, RowFile
@@ -91,6 +99,10 @@ class Prepared:
     @torch.no_grad()
     def time(self, calls: int) -> float:
         return time_calls(self.call, calls, self.device)
+
+    @torch.no_grad()
+    def time_launches(self) -> float | None:
+        return time_launches(self.call, self.device)
 
 
 @torch.no_grad()
@@ -205,6 +217,7 @@ def _time_together(
             "spread": outcome[variant].spread,
             "repeats": len(outcome[variant].seconds),
             "calls": outcome[variant].calls,
+            "host_seconds": item.time_launches(),
             "peak_mib": item.peak_mib,
             "pool_mib": item.pool_mib,
             "finite": item.finite,

@@ -12,8 +12,6 @@ __all__ = ["MODES", "Graph", "compile_model", "warm_up"]
 EAGER, GRAPH = "eager", "graph"
 _COMPILE: dict[str, dict[str, Any]] = {
     "compile": {},
-    # What launches the kernels is C++, not Python.
-    "compile-cpp-wrapper": {"options": {"cpp_wrapper": True}},
     "compile-reduce-overhead": {"mode": "reduce-overhead"},
     # As max-autotune, but without coordinate descent, which takes most of its time.
     "compile-autotune": {"options": {"max_autotune": True, "triton.cudagraphs": True}},

@@ -8,7 +8,7 @@ from tomesd.bench.tables import Comparison, comparisons, duration, failures, tim
 
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
 KEPT, EVERY_STEP, EVERY_BLOCK = "plan kept", "plan every step", "plan every block"
-STACKS = "whole stacks"
+STACKS, IF_FASTER = "whole stacks", "if faster"
 
 INTRODUCTION = """\
 # Performance
@@ -68,13 +68,27 @@ class Document:
         """The last measurement of each setting of a section."""
         return [runs[0] for runs in self.runs(section).values()]
 
-    def add(self, title: str, words: str, table: str, found: list[Comparison]) -> None:
+    def add(
+        self,
+        title: str,
+        words: str,
+        table: str,
+        found: list[Comparison],
+        *,
+        shows_commits: bool = False,
+    ) -> None:
+        """Adds a section.
+
+        Args:
+            found: what the table is made of.
+            shows_commits: whether the table tells itself which line comes from where.
+        """
         rows = [row for comparison in found for row in comparison]
         self.parts += [f"## {title}\n", wrapped(words) + "\n", table + "\n"]
         failed = dict.fromkeys(f"- failed: {line}" for line in failures(rows))
         if failed:
             self.parts.append("\n".join(failed) + "\n")
-        self.parts.append(f"{origins(found)}.\n")
+        self.parts.append(f"{versions(rows) if shows_commits else origins(found)}.\n")
 
     def picture(self, name: str, words: str) -> None:
         self.parts.insert(-1, f"![{words}](figures/performance/{name})\n")
@@ -117,11 +131,15 @@ def ms(row: Row | None) -> str:
     return "-" if row is None else duration(row)
 
 
-def gained(found: Comparison, row: Row | None) -> str:
-    """Milliseconds, and how many times as fast as unpatched."""
+def gained(found: Comparison, row: Row | None, *, spreads: bool = False) -> str:
+    """Milliseconds, with their spread if asked for, and how many times as fast as unpatched."""
     if row is None or row["seconds"] is None:
         return ms(row)
-    return f"{ms(row)} ({times(found.speedup(row))})"
+    cell = f"{ms(row)} ± {spread(row)}" if spreads else ms(row)
+    if row["variant"] == "unpatched":
+        return cell
+    alone = ", left alone" if row.get("left_alone") else ""
+    return f"{cell} ({times(found.speedup(row))}{alone})"
 
 
 def mib(row: Row | None) -> str:

@@ -118,15 +118,14 @@ def pipelines(document: Document) -> None:
     found = document.settings("pipelines")
     if not found:
         return
+    kinds = ("unpatched", "original", "tomesd")
     lines = [
-        [
-            one.first["setting"],
-            ms(one.find("unpatched")),
-            *(gained(one, one.find(kind)) for kind in ("original", "tomesd")),
-        ]
+        [one.first["setting"], *(gained(one, one.find(kind), spreads=True) for kind in kinds)]
         for one in found
     ]
-    words = "Milliseconds for one image, with scheduler and decoder, eager, at default settings."
+    words = """
+Milliseconds for one image, with scheduler and decoder, eager, at default settings; ± is the spread.
+Where the model was left alone, what differs is noise, and what is left of the patch."""
     header = ["setting", "unpatched", ORIGINAL, OURS]
     document.add("Whole images", words, markdown(header, lines), found)
 
@@ -146,8 +145,22 @@ def presets(document: Document) -> None:
     ]
     words = f"""
 Milliseconds for images in {found[0].first["steps"]} steps, with scheduler and decoder, eager, with
-fused attention. What the presets do to images: [quality](quality.md)."""
+fused attention. What the presets do to images: [quality](quality.md).{fastest_words(found)}"""
     document.add("Presets", words, markdown(["setting", "unpatched", *labels], lines), found)
+
+
+def fastest_words(found: list[Comparison]) -> str:
+    """Where another preset is the fastest than the one that is called so."""
+    others: dict[str, list[str]] = {}
+    for one in found:
+        rows = [row for name in PRESETS if (row := one.find(name)) and row["seconds"]]
+        fastest = min(rows, key=lambda row: row["seconds"], default=None)
+        if fastest and fastest["label"] != "fast" and not fastest.get("left_alone"):
+            others.setdefault(fastest["label"], []).append(title_of(one))
+    return "".join(
+        f" In {' and '.join(titles)}, `{label}` is faster than `fast`."
+        for label, titles in others.items()
+    )
 
 
 def memory(document: Document) -> None:

@@ -1,6 +1,8 @@
 """MergePlan: an assignment of tokens to slots, with the operations it defines."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,6 +60,11 @@ class MergePlan:
     def unmerge(self, y: Tensor) -> Tensor:
         """Gives every token what its slot got: `[B, M, C]` to `[B, N, C]`."""
         return kernels.slot_gather(y, self.slot, self.triton)
+
+    @property
+    def way_back(self) -> Callable[[Tensor], Tensor]:
+        """`unmerge`, which does not hold on to what only merging needs."""
+        return partial(kernels.slot_gather, slot=self.slot, triton=self.triton)
 
     def restore(self, x: Tensor, y: Tensor, merged: Tensor) -> Tensor:
         """Adds to every token what its slot gained: `x + unmerge(y - merged)`, in one pass.

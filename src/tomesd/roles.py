@@ -314,7 +314,9 @@ class Layer(Role):
             kwargs = kwargs if len(args) > 1 else {**kwargs, self.context: merged}
             return run_inside(frame, inner, *args, **kwargs)
         args, kwargs = self.with_input(merged, args, kwargs)
-        return plan.unmerge(run_inside(frame, inner, *args, **kwargs))
+        unmerge = plan.way_back
+        del plan  # the layer may need the memory
+        return unmerge(run_inside(frame, inner, *args, **kwargs))
 
     def _reason_to_skip(self, fits: bool, kwargs: dict) -> str | None:
         if not fits:

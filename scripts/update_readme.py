@@ -15,12 +15,13 @@ import re
 import sys
 from pathlib import Path
 
-from performance_docs.document import Document
+from performance_docs.document import EVERY_BLOCK, ORIGINAL, OURS, Document, gained
 from performance_docs.sizes import paper_table
 from quality_docs.rows import SPEEDS, last_of_each, speeds, value, with_speed
 
 from tomesd import Settings
 from tomesd.bench.tables import markdown, times
+from tomesd.bench.variants import UNPATCHED
 from tomesd.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -62,19 +63,24 @@ def demo() -> str:
 
 
 def speed() -> str:
-    """Steps replayed as CUDA graphs, at default settings apart from what the row says."""
-    rows: dict[str, dict[str, float]] = {}
-    for row in results("gpu"):
-        if row["section"] == "graph":
-            rows.setdefault(row["setting"], {})[row["label"] or row["variant"]] = row["seconds"]
+    """A step replayed as a CUDA graph, as it is and compiled; defaults but for what rows say."""
+    document = Document(RESULTS, figures=Path())
+    compiled = {
+        one.first["setting"]: one
+        for one in document.settings("compile")
+        if one.first["mode"] == "compile-autotune"
+    }
     lines = []
-    for setting, seconds in rows.items():
-        base = seconds["unpatched"]
-        cells = [f"{1000 * base:.1f} ms"]
-        for label in ("original", "plan every block"):
-            cells.append(f"{1000 * seconds[label]:.1f} ms ({base / seconds[label]:.2f}x)")
-        lines.append([setting, *cells])
-    return markdown(["one step of", "unpatched", "tomesd 0.1.3", "this library"], lines)
+    for graph in document.settings("graph"):
+        setting = graph.first["setting"]
+        line = [
+            gained(graph, graph.find(label)) for label in ("unpatched", "original", EVERY_BLOCK)
+        ]
+        tuned = compiled[setting]
+        line += [gained(tuned, tuned.find(label)) for label in ("unpatched", EVERY_BLOCK)]
+        lines.append([setting, *line])
+    names = [UNPATCHED, ORIGINAL, OURS, "compiled", f"compiled, {OURS}"]
+    return markdown(["one step of, ms", *names], lines)
 
 
 def paper() -> str:

@@ -12,6 +12,11 @@ def plot_recovered(found: list[Comparison], path: Path) -> None:
     picture, axes = figure(8.0, 0.6 + 0.62 * len(found))
     bars = ((KEPT, "tomesd", 1.0), (EVERY_BLOCK, "tomesd", 0.55), ("original", "original", 1.0))
     for place, one in enumerate(found):
+        bound, base = one.seconds("free"), one.seconds("unpatched")
+        if bound and base and bound >= base:
+            axes.text(
+                0.02, place, "nothing to recover: the bound is slower", fontsize=8, va="center"
+            )
         for offset, (label, kind, alpha) in enumerate(bars):
             row = one.find(label)
             share = None if row is None else one.recovered(row)

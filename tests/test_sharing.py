@@ -298,6 +298,30 @@ class TestBreakEven:
             assert not torch.equal(run(model), plain)
         assert "left alone" not in str(tomesd.describe(model, 128, 128))
 
+    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    def test_where_the_host_is_in_the_way_the_user_is_told_what_to_do(
+        self, monkeypatch: pytest.MonkeyPatch, compiled: bool
+    ) -> None:
+        free = replace(self.SLOW_LAUNCH, operations=1e4, launch=0.0)
+        waits = replace(free, host=1e6)
+
+        def device(_: torch.device, launcher: str) -> Device:
+            return free if launcher == "graph" else waits
+
+        monkeypatch.setattr(policy.Device, "of", device)
+        model = SD1.build()
+        plain = run(model)
+        tomesd.apply_patch(model, 0.5)
+        assert "left alone: waits for the host" in str(tomesd.describe(model, 128, 128))
+        runs = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+        with pytest.warns(tomesd.MergeWarning, match=r'waits for the host.*"reduce-overhead"'):
+            torch.testing.assert_close(run(runs), plain)
+
+    def test_only_cuda_has_graphs(self) -> None:
+        for name in ("cpu", "mps"):
+            device = torch.device(name)
+            assert Device.of(device, "graph") == Device.of(device, "eager")
+
 
 class TestIdleCalls:
     """A call that is known to merge nothing is not looked at again."""

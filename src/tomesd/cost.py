@@ -103,8 +103,9 @@ class Device:
     def of(cls, device: torch.device, launcher: Launcher) -> "Device":
         if device.type == "cpu":
             return cls(operations=1e5, bytes=4e4)
-        rate = _gpu_operations(device.index or 0) if device.type == "cuda" else 1e7
-        host, plan = _HOST[launcher]
+        cuda = device.type == "cuda"
+        rate = _gpu_operations(device.index or 0) if cuda else 1e7
+        host, plan = _HOST[launcher if cuda else "eager"]  # only CUDA has graphs
         return cls(rate, rate / _OPERATIONS_PER_BYTE, launch=2.5, host=host, plan=plan)
 
     def time(self, operations: float, moved: float, kernels: int) -> float:

@@ -15,7 +15,7 @@ from .patch import patch_of
 from .policy import Call, Frame, Visit
 from .roles import run_inside
 from .settings import Settings
-from .shared import Patch
+from .shared import LeftAlone, Patch
 
 __all__ = ["Description", "Level", "Part", "describe"]
 
@@ -31,8 +31,8 @@ class Level:
     tokens: int
     merged_tokens: int
     """Tokens that the merged layers work on; equal to `tokens` where nothing is merged."""
-    too_small: bool = False
-    """Whether nothing is merged because it would not be faster."""
+    left_alone: LeftAlone = ""
+    """Why nothing is merged, where it could be."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Part:
         rows = [("level", "grid", "blocks", "tokens", "merged to")]
         for level in self.levels:
             merged = str(level.merged_tokens) if level.merged_tokens < level.tokens else "-"
-            if level.too_small:
-                merged = "left alone: not faster"
+            if level.left_alone:
+                merged = f"left alone: {level.left_alone}"
             grid = f"{level.grid[0]}x{level.grid[1]}"
             cells = (f"1/{level.downsample}", grid, str(level.blocks), str(level.tokens), merged)
             rows.append(cells)
@@ -176,13 +176,13 @@ def _matching_flops(metric: Any, *rest: Any, **__: Any) -> int:
 
 def _levels(visits: list[Visit], size: tuple[int, int]) -> tuple[Level, ...]:
     """One row per grid, finest first."""
-    blocks: dict[tuple[tuple[int, int], int, bool], int] = {}
+    blocks: dict[tuple[tuple[int, int], int, LeftAlone], int] = {}
     for visit in visits:
-        key = (visit.grid, visit.remove, visit.too_small)
+        key = (visit.grid, visit.remove, visit.left_alone)
         blocks[key] = blocks.get(key, 0) + visit.blocks
     levels = []
-    for (grid, remove, too_small), count in blocks.items():
+    for (grid, remove, left_alone), count in blocks.items():
         tokens = grid[0] * grid[1]
         level = level_of(size, grid)
-        levels.append(Level(level, grid, count, tokens, tokens - remove, too_small))
+        levels.append(Level(level, grid, count, tokens, tokens - remove, left_alone))
     return tuple(sorted(levels, key=lambda level: -level.tokens))

@@ -21,7 +21,7 @@ from .kernels import Cells
 from .plan import MergePlan
 from .proportional import Proportion
 from .settings import Settings
-from .shared import Idle, Patch, ScoreHeads
+from .shared import Idle, LeftAlone, Patch, ScoreHeads
 
 __all__ = [
     "Call",
@@ -44,8 +44,8 @@ class Visit:
     """Tokens that its blocks remove, by the kinds of layers that have a plan in common."""
     decided: bool = False
     """Whether the first block has found out if merging pays."""
-    too_small: bool = False
-    """Whether its blocks would have removed some, but merging does not pay."""
+    left_alone: LeftAlone = ""
+    """Why its blocks do not merge, although they could."""
     number: int = 0
     """Of the stack in the call."""
     merging: int = 0
@@ -103,7 +103,7 @@ class Call:
 
     def as_idle(self) -> Idle | None:
         """Of a call that merged nothing; None if a compiled block decided that: it asks anew."""
-        if len(self.asked) < sum(visit.too_small for visit in self.visits):
+        if len(self.asked) < sum(visit.left_alone != "" for visit in self.visits):
             return None
         return Idle(frozenset(visit.grid for visit in self.visits), tuple(self.asked))
 
@@ -189,17 +189,18 @@ class Frame:
             return False
         if not visit.decided and self.settings.when == "if_faster":
             visit.decided = True
-            if not self._pays(visit, x, score_heads):
-                visit.removes, visit.too_small = {}, True
+            visit.left_alone = self._reason_to_leave(visit, x, score_heads)
+            if visit.left_alone != "":
+                visit.removes = {}
         return len(visit.removes) > 0  # PyTorch 2.8 does not compile `bool` of a dict
 
-    def _pays(self, visit: Visit, x: Tensor, score_heads: ScoreHeads) -> bool:
+    def _reason_to_leave(self, visit: Visit, x: Tensor, score_heads: ScoreHeads) -> LeftAlone:
         launcher, heads = find_launcher(x.device), score_heads()
         if not torch.compiler.is_compiling():
             self.call.asked.append((score_heads, heads))
         stack = (visit.grid, visit.blocks, tuple(visit.removes.items()))
         key = (stack, x.shape, x.dtype, x.device, launcher, heads)
-        return self._remember(key, lambda: _pays(self.patch, visit, x, launcher, heads))
+        return self._remember(key, lambda: _reason_to_leave(self.patch, visit, x, launcher, heads))
 
     def in_block(self, block: nn.Module, x: Tensor) -> "Frame":
         """The frame inside a block with input `x` `[B, N, C]`, where there are tokens to remove."""
@@ -231,6 +232,15 @@ class Frame:
         """How many times smaller than the latent the grid is."""
         assert self.grid is not None
         return level_of(self.call.size, self.grid)
+
+
+def _reason_to_leave(
+    patch: Patch, visit: Visit, x: Tensor, launcher: Launcher, score_heads: int
+) -> LeftAlone:
+    if _pays(patch, visit, x, launcher, score_heads):
+        return ""
+    in_graph = _pays(patch, visit, x, "graph", score_heads)
+    return "waits for the host" if in_graph else "not faster"
 
 
 def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher, score_heads: int) -> bool:

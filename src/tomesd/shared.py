@@ -4,7 +4,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,10 +14,14 @@ from .kept import Kept
 from .schedule import Noise, ratio_at
 from .settings import MergeWarning, Settings
 
-__all__ = ["Idle", "Patch", "Planner", "ScoreHeads"]
+__all__ = ["Idle", "LeftAlone", "Patch", "Planner", "ScoreHeads"]
 
 Planner = Callable[[Any, Tensor, int], Any]
 """Makes a plan of a block from its frame, its input `[B, N, C]` and the tokens to remove."""
+
+LeftAlone = Literal["", "not faster", "waits for the host"]
+"""Why blocks are not merged that could be: merging costs more than it saves, or it would pay if
+nobody had to launch the kernels. Empty: they are merged."""
 
 ScoreHeads = Callable[[], int]
 """Tells how many heads a block's self-attention has, 0 if it is fused."""
@@ -49,7 +53,7 @@ class Patch:
     """Transformer blocks in the model."""
     kept: Kept = field(default_factory=Kept)
     known: dict[Any, Any] = field(default_factory=dict)
-    """What has been found out about shapes: tokens to remove, and whether that pays."""
+    """What has been found out about shapes: tokens to remove, and why not to."""
     idle: dict[Any, Idle] = field(default_factory=dict)
     """Calls of the model that merged nothing, by what they were like."""
     warned: set[str] = field(default_factory=set)
@@ -68,8 +72,8 @@ class Patch:
     @property
     def pays(self) -> bool | None:
         """Whether merging pays in any block that has run so far; None if nobody has asked yet."""
-        decisions = [known for known in self.known.values() if isinstance(known, bool)]
-        return any(decisions) if decisions else None
+        reasons = [known for known in self.known.values() if isinstance(known, str)]
+        return "" in reasons if reasons else None
 
     def known_idle(self, kind: Any) -> Idle | None:
         """What is known of calls of this kind, if they merge nothing."""

@@ -73,12 +73,10 @@ def speed() -> str:
     lines = []
     for graph in document.settings("graph"):
         setting = graph.first["setting"]
-        line = [
-            gained(graph, graph.find(label)) for label in ("unpatched", "original", EVERY_BLOCK)
-        ]
         tuned = compiled[setting]
-        line += [gained(tuned, tuned.find(label)) for label in ("unpatched", EVERY_BLOCK)]
-        lines.append([setting, *line])
+        cells = [gained(graph, graph.find(label)) for label in (UNPATCHED, "original", EVERY_BLOCK)]
+        cells += [gained(tuned, tuned.find(label)) for label in (UNPATCHED, EVERY_BLOCK)]
+        lines.append([setting, *cells])
     names = [UNPATCHED, ORIGINAL, OURS, "compiled", f"compiled, {OURS}"]
     return markdown(["one step of, ms", *names], lines)
 

@@ -171,7 +171,5 @@ spread. {host_words(base)}"""
 
 def host_words(row: Row) -> str:
     host = row.get("host_seconds")
-    if host is None:
-        return f"That one took {ms(row)} ± {spread(row)} ms."
-    return f"""That one took {ms(row)} ± {spread(row)} ms, and the host {1000 * host:.1f} ms to
-launch it."""
+    launched = "" if host is None else f", and the host {1000 * host:.1f} ms to launch it"
+    return f"That one took {ms(row)} ± {spread(row)} ms{launched}."

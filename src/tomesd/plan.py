@@ -57,13 +57,12 @@ class MergePlan:
         """Mean of each slot's tokens: `[B, N, C]` to `[B, M, C]`."""
         return kernels.slot_mean(x, self.slot, self.order, self.span, self.triton)
 
-    def unmerge(self, y: Tensor) -> Tensor:
-        """Gives every token what its slot got: `[B, M, C]` to `[B, N, C]`."""
-        return kernels.slot_gather(y, self.slot, self.triton)
-
     @property
-    def way_back(self) -> Callable[[Tensor], Tensor]:
-        """`unmerge`, which does not hold on to what only merging needs."""
+    def unmerge(self) -> Callable[[Tensor], Tensor]:
+        """Gives every token what its slot got: `[B, M, C]` to `[B, N, C]`.
+
+        A function that does not hold on to what only merging needs.
+        """
         return partial(kernels.slot_gather, slot=self.slot, triton=self.triton)
 
     def restore(self, x: Tensor, y: Tensor, merged: Tensor) -> Tensor:

@@ -240,7 +240,7 @@ def _reason_to_leave(
     if _pays(patch, visit, x, launcher, score_heads):
         return ""
     in_graph = _pays(patch, visit, x, "graph", score_heads)
-    return "waits for the host" if in_graph else "not faster"
+    return "pays in CUDA graphs only" if in_graph else "not faster"
 
 
 def _pays(patch: Patch, visit: Visit, x: Tensor, launcher: Launcher, score_heads: int) -> bool:

@@ -19,9 +19,9 @@ __all__ = ["Idle", "LeftAlone", "Patch", "Planner", "ScoreHeads"]
 Planner = Callable[[Any, Tensor, int], Any]
 """Makes a plan of a block from its frame, its input `[B, N, C]` and the tokens to remove."""
 
-LeftAlone = Literal["", "not faster", "waits for the host"]
-"""Why blocks are not merged that could be: merging costs more than it saves, or it would pay if
-nobody had to launch the kernels. Empty: they are merged."""
+LeftAlone = Literal["", "not faster", "pays in CUDA graphs only"]
+"""Why blocks are not merged that could be: merging costs more than it saves, or does so because the
+host has to launch the kernels. Empty: they are merged."""
 
 ScoreHeads = Callable[[], int]
 """Tells how many heads a block's self-attention has, 0 if it is fused."""

@@ -73,43 +73,6 @@ class Timing:
         return 0.93 * self.spread / math.sqrt(len(self.seconds)) / self.median
 
 
-def time_calls(call: Call, calls: int, device: torch.device) -> float:
-    """Seconds per call, of `calls` calls in a row: on the GPU's own clock where there is one."""
-    with _no_collection():
-        if device.type != "cuda":
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return (time.perf_counter() - start) / calls
-        if calls > 1:
-            call()  # the clock starts with the GPU at work, as it is in the middle of an image
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000 / calls
-
-
-def time_launches(call: Call, device: torch.device, repeats: int = 5) -> float | None:
-    """Seconds that the host takes to start what a GPU does in a call; None without a GPU.
-
-    Where that is about what the call takes, the GPU waits for the host.
-    """
-    if device.type != "cuda":
-        return None
-    seconds = []
-    with _no_collection():
-        for _ in range(repeats):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-        torch.cuda.synchronize(device)
-    return statistics.median(seconds)
-
-
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """No garbage is collected: with a large model in memory, that takes as long as some calls."""
@@ -120,6 +83,43 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@_no_collection()
+def time_calls(call: Call, calls: int, device: torch.device) -> float:
+    """Seconds per call, of `calls` calls in a row: on the GPU's own clock where there is one."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+    if calls > 1:
+        call()  # the clock starts with the GPU at work, as it is in the middle of an image
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / calls
+
+
+@_no_collection()
+def time_launches(call: Call, device: torch.device, repeats: int = 5) -> float | None:
+    """Seconds that the host takes to start what a GPU does in a call; None without a GPU.
+
+    Where that is about what the call takes, the GPU waits for the host.
+    """
+    if device.type != "cuda":
+        return None
+    seconds = []
+    for _ in range(repeats):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    torch.cuda.synchronize(device)
+    return statistics.median(seconds)
 
 
 def take_turns(

@@ -1,6 +1,5 @@
 """What is compared: the model as it is, this library, the original, and the bound."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -122,11 +121,6 @@ class FreePlan:
         buffer = self._buffers[key]
         buffer[:, : self.kept] = y
         return buffer
-
-    @property
-    def way_back(self) -> Callable[[Tensor], Tensor]:
-        """As of a `MergePlan`: what layers put their tokens back by."""
-        return self.unmerge
 
 
 class FreePlanner:

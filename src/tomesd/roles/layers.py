@@ -58,7 +58,7 @@ class Layer(Role):
             kwargs = kwargs if len(args) > 1 else {**kwargs, self.context: merged}
             return run_inside(frame, inner, *args, **kwargs)
         args, kwargs = self.with_input(merged, args, kwargs)
-        unmerge = plan.way_back
+        unmerge = plan.unmerge
         del plan  # the layer may need the memory
         return unmerge(run_inside(frame, inner, *args, **kwargs))
 

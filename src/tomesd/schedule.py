@@ -4,48 +4,72 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from .settings import Settings
 
-__all__ = ["Noise", "ratio_at"]
+__all__ = ["Timeline", "ratio_at"]
 
 # Every ratio makes another number of tokens, and so other shapes to allocate and compile for.
 _TWENTIETH = 20
 
 
 @dataclass(frozen=True)
-class Noise:
-    """What the scheduler of a model says about its timesteps."""
+class Timeline:
+    """How the times that a model is given run from noise to image."""
 
-    steps: int | None = 1000
-    """Timesteps count down from below this to 0. None: they are no such count."""
+    noise: float | None = 999.0
+    """The time of pure noise. None: nobody knows."""
+    image: float = 0.0
+    """The time of the finished image."""
     shares: tuple[float, ...] | None = None
-    """Share of the noise in the latent's variance at each of them, where known."""
+    """Share of the noise in the latent's variance at each whole timestep, where known."""
+    flow: bool = False
+    """Whether the latent goes straight from noise to image, as in rectified flow."""
 
     def check(self, settings: Settings) -> None:
         """Refuses settings that need to know more."""
-        if settings.changes and self.steps is None:
+        if settings.changes and self.noise is None:
             raise ValueError(
                 "schedule, start, end, tau: need timesteps that count down to 0, and the model's "
                 "scheduler gives others"
             )
-        if settings.tau is not None and self.shares is None:
+        if settings.tau is not None and self.shares is None and not self.flow:
             raise ValueError(
                 f"tau={settings.tau!r}: needs a scheduler that knows its noise (alphas_cumprod); "
                 "give the pipeline instead of the model in it, or use start"
             )
 
+    def progress(self, time: float) -> float:
+        """How far the image is, 0 (noise) to 1 (image)."""
+        assert self.noise is not None
+        return min(1.0, max(0.0, (self.noise - time) / (self.noise - self.image)))
 
-def ratio_at(time: float, settings: Settings, noise: Noise) -> float:
+    def noise_share(self, time: float) -> float:
+        """Share of the noise in the latent's variance."""
+        if self.shares is not None:
+            return self.shares[min(len(self.shares) - 1, max(0, round(time)))]
+        done = self.progress(time)
+        return (1 - done) ** 2 / ((1 - done) ** 2 + done**2)
+
+    def falling(self, timestep: Tensor) -> Tensor:
+        """Timesteps `[]`, `[T]` or `[T, n]` as `[]` or `[T]` that fall from noise to image.
+
+        Where tokens have times of their own, the noisiest counts: others are given, not made.
+        """
+        if self.image > (self.noise or 0.0):
+            timestep = self.image - timestep
+        return timestep if timestep.ndim < 2 else timestep.flatten(1).amax(dim=1)
+
+
+def ratio_at(time: float, settings: Settings, timeline: Timeline) -> float:
     """What the ratio is at a timestep."""
-    assert noise.steps is not None
-    progress = min(1.0, max(0.0, 1 - time / (noise.steps - 1)))
-    if not settings.start <= progress <= settings.end:
+    progress = timeline.progress(time)
+    start, end = settings.span
+    if not start <= progress <= end:
         return 0.0
-    if settings.tau is not None:
-        assert noise.shares is not None
-        share = noise.shares[min(len(noise.shares) - 1, max(0, round(time)))]
-        if share >= settings.tau:
-            return 0.0
+    if settings.tau is not None and timeline.noise_share(time) >= settings.tau:
+        return 0.0
     return _scheduled(progress, settings)
 
 

@@ -4,14 +4,16 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 __all__ = [
+    "DEFAULT",
     "DOWNSAMPLES",
     "Backend",
+    "Depth",
     "MergeWarning",
     "Metric",
     "Protect",
@@ -29,12 +31,23 @@ KINDS = ("attn", "crossattn", "mlp")
 Selector = Literal["bipartite", "kmeans", "grid"]
 Metric = Literal["input", "keys", "mean", "previous"]
 Target = Literal["attn", "kv", "block", "stack"]
+Depth = tuple[float, float]
 Shape = Literal["linear", "cosine"]
 Schedule = Shape | Sequence[float] | Callable[[float], float] | None
 Protect = Literal["guidance"] | Tensor | None
 Share = Literal["block", "level", "steps"]
 When = Literal["if_faster", "always"]
 Backend = Literal["auto", "triton", "reference"]
+
+
+class _Default:
+    """Stands for an option that was not given."""
+
+    def __repr__(self) -> str:
+        return "default"
+
+
+DEFAULT: Any = _Default()
 
 
 class MergeWarning(UserWarning):
@@ -82,9 +95,10 @@ class Settings:
     merge what is far apart. 0 is the whole image, as in the paper. `None` takes 8 for ratios up to
     two thirds of the cap (0.5), and 0 above."""
 
-    share: Share = "block"
+    share: Share | None = None
     """Where to use what is found out about which tokens belong together: in the one `block`, as the
-    paper does; in all blocks of the `level`, which costs quality; or there for some `steps`."""
+    paper does; in all blocks of the `level`; or there for some `steps`. `None` is what was measured
+    best: `block` on UNets, `level` (one plan a step) on transformers."""
 
     refresh: int = 4
     """With `share="steps"`: for how many steps, 1 or more. A new image always starts anew."""
@@ -105,11 +119,22 @@ class Settings:
     self-attention, the similarity to the image's `mean` token, or the block's output at the
     `previous` step."""
 
-    target: Target = "attn"
+    target: Target | None = None
     """What runs on merged tokens. `attn`: self-attention, and the layers that `merge_crossattn` and
     `merge_mlp` add, each on its own. `kv`: of self-attention, keys and values only. `block`: whole
-    blocks; each token gets what its group's changed by. `stack`: the same around all blocks of a
-    level that follow each other."""
+    blocks; each token gets what its group gained. `stack`: the same around a run of blocks. `None`
+    is `attn` on UNets, and `stack` on transformers."""
+
+    depth: Depth | None = None
+    """Transformers: the part of the blocks that runs on merged tokens, from and to, as shares of
+    their number: `(0.5, 1)` is the second half. `None` leaves the first and the last block
+    alone."""
+
+    st: int | None = None
+    """Videos: frames that a cell spans. `None` is 1: every frame by itself."""
+
+    reference_ratio: float | None = None
+    """Editing models: share of the tokens of reference images to remove. `None` is `ratio`."""
 
     proportional: bool = False
     """In self-attention, let a merged token count as many times as there are tokens in it."""
@@ -122,11 +147,12 @@ class Settings:
     ratio_end: float | None = None
     """Ratio at the end of a `linear` or `cosine` schedule."""
 
-    start: float = 0.0
-    """Merge from this progress on: 0 is noise, 1 the image."""
+    start: float | None = None
+    """Merge from this progress on: 0 is noise, 1 the image. `None` is 0."""
 
-    end: float = 1.0
-    """Merge up to this progress."""
+    end: float | None = None
+    """Merge up to this progress. `None` is 1 on UNets; on transformers, where merging near the end
+    spoils detail, it is 0.5."""
 
     tau: float | None = None
     """Merge only where noise makes up less than this share of the latent's variance, 0 to 1."""
@@ -163,13 +189,16 @@ class Settings:
             _check_type("window", self.window, numbers.Integral, "None or an int")
             if self.window < 0:
                 raise ValueError(f"window={self.window!r}: must be None or at least 0")
-        for name, low in (("sx", 1), ("sy", 1), ("seed", 0), ("refresh", 1)):
+        for name, low in (("sx", 1), ("sy", 1), ("st", 1), ("seed", 0), ("refresh", 1)):
             value = getattr(self, name)
+            if name == "st" and value is None:
+                continue
             _check_type(name, value, numbers.Integral, "an int")
             if value < low:
                 raise ValueError(f"{name}={value!r}: must be at least {low}")
         _check_ratios("level_ratios", self.level_ratios, DOWNSAMPLES)
         _check_ratios("kind_ratios", self.kind_ratios, KINDS)
+        _check_depth(self.depth)
         if self.kind_ratios and self.ratio == 0:
             raise ValueError(f"kind_ratios={self.kind_ratios!r}: needs a ratio above 0")
 
@@ -177,8 +206,9 @@ class Settings:
         for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"):
             _check_type(name, getattr(self, name), bool, "a bool")
         for name, words in _WORDS.items():
-            _check_word(name, getattr(self, name), get_args(words))
-        if self.target != "attn" and not self.merge_attn:
+            if getattr(self, name) is not None or name not in ("share", "target"):
+                _check_word(name, getattr(self, name), get_args(words))
+        if self.target not in (None, "attn") and not self.merge_attn:
             raise ValueError(f"merge_attn=False: target={self.target!r} merges self-attention")
         if self.whole_blocks:
             for name in ("proportional", "kind_ratios"):
@@ -214,13 +244,27 @@ class Settings:
                 f"schedule={schedule!r}: must be None, 'linear', 'cosine', a list of ratios or a "
                 "function"
             )
-        for name in ("ratio_end", "tau"):
+        for name in ("ratio_end", "tau", "start", "end", "reference_ratio"):
             if getattr(self, name) is not None:
                 _check_real(name, getattr(self, name), low=0.0, high=1.0)
-        for name in ("start", "end"):
-            _check_real(name, getattr(self, name), low=0.0, high=1.0)
-        if self.start >= self.end:
-            raise ValueError(f"start={self.start!r}: must be below end={self.end!r}")
+        start, end = self.span
+        if start >= end:
+            raise ValueError(f"start={start!r}: must be below end={end!r}")
+
+    def filled(self, **defaults: Any) -> "Settings":
+        """The same, with these values where a field is None.
+
+        A given schedule, threshold or start speaks for the whole way, which a default `end` would
+        cut short.
+        """
+        if self.schedule is not None or self.tau is not None or self.start is not None:
+            defaults["end"] = 1.0
+        unset = {k: v for k, v in defaults.items() if getattr(self, k) is None}
+        return replace(self, **unset)
+
+    def __hash__(self) -> int:
+        compared = (getattr(self, field.name) for field in fields(self) if field.compare)
+        return hash(tuple(map(_hashable, compared)))
 
     @property
     def ratio_cap(self) -> float:
@@ -252,8 +296,12 @@ class Settings:
     @property
     def changes(self) -> bool:
         """Whether what is merged depends on how far the image is."""
-        whole_way = self.start == 0 and self.end == 1
-        return self.schedule is not None or self.tau is not None or not whole_way
+        return self.schedule is not None or self.tau is not None or self.span != (0, 1)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Progress from which and up to which tokens are merged."""
+        return self.start or 0.0, 1.0 if self.end is None else self.end
 
     @property
     def active(self) -> bool:
@@ -322,6 +370,23 @@ def _check_ratios(name: str, ratios: Any, allowed: tuple[Any, ...]) -> None:
     for key, ratio in ratios.items():
         _check_word(f"{name} key", key, allowed)
         _check_real(f"{name}[{key!r}]", ratio, low=0.0, high=1.0)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return frozenset(value.items())
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_depth(depth: Any) -> None:
+    if depth is None:
+        return
+    if not isinstance(depth, Sequence) or isinstance(depth, str) or len(depth) != 2:
+        raise TypeError(f"depth={depth!r}: must be None or two numbers, from and to")
+    for number in depth:
+        _check_real("depth", number, low=0.0, high=1.0)
+    if depth[0] >= depth[1]:
+        raise ValueError(f"depth={depth!r}: must begin before it ends")
 
 
 def _check_word(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

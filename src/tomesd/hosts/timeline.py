@@ -4,19 +4,19 @@ from typing import Any
 
 from torch import Tensor
 
-from ..schedule import Noise
+from ..schedule import Timeline
 
-__all__ = ["find_noise"]
+__all__ = ["find_timeline"]
 
 
-def find_noise(model: Any) -> Noise:
+def find_timeline(model: Any) -> Timeline:
     """Of a pipeline, an ldm model, or a wrapper around one; what is usual where it does not say."""
     scheduler = getattr(model, "scheduler", None)  # a diffusers pipeline
     config = getattr(scheduler, "config", None)
     if config is not None:
         counts = config.get("timestep_type") != "continuous" and "sigma_data" not in config
-        steps = config.get("num_train_timesteps", 1000) if counts else None
-        return Noise(steps, _shares(getattr(scheduler, "alphas_cumprod", None)))
+        noise = config.get("num_train_timesteps", 1000) - 1.0 if counts else None
+        return Timeline(noise, shares=_shares(getattr(scheduler, "alphas_cumprod", None)))
     for owner in (model, getattr(model, "model", None)):
         shares = _shares(getattr(owner, "alphas_cumprod", None))  # ldm
         sigmas = getattr(getattr(owner, "model_sampling", None), "sigmas", None)  # ComfyUI
@@ -24,8 +24,8 @@ def find_noise(model: Any) -> Noise:
             variance = sigmas.double() ** 2
             shares = tuple((variance / (1 + variance)).tolist())
         if shares is not None:
-            return Noise(len(shares), shares)
-    return Noise()
+            return Timeline(len(shares) - 1.0, shares=shares)
+    return Timeline()
 
 
 def _shares(kept: Any) -> tuple[float, ...] | None:

@@ -1,0 +1,250 @@
+"""What a patched model knows while it runs.
+
+`Patch` belongs to a model, `Call` to one call of it, and `Scope` says where in that call a thread
+is. A scope is not changed once it is entered, but for the plans that layers take out and the region
+that a run of blocks opens and closes. Scopes belong to threads, so threads can share a model; one
+can be kept and entered again later, which is what gradient checkpointing needs.
+"""
+
+import threading
+import uuid
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from .kept import Kept
+from .plan import MergePlan
+from .proportional import Proportion
+from .schedule import Timeline, ratio_at
+from .selectors import SELECTORS, Selector
+from .settings import MergeWarning, Settings
+
+__all__ = [
+    "Call",
+    "Decision",
+    "Grid",
+    "LeftAlone",
+    "OpenRegion",
+    "Patch",
+    "Scope",
+    "current_scope",
+    "is_idle",
+    "run_inside",
+]
+
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of tokens. An image has one frame."""
+
+LeftAlone = Literal["", "not faster", "pays in CUDA graphs only"]
+"""Why blocks are not merged that could be: merging costs more than it saves, or does so because the
+host has to launch the kernels. Empty: they are merged."""
+
+_patches: "WeakValueDictionary[str, Patch]" = WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class Patch:
+    """What all patched modules of one model share."""
+
+    settings: Settings
+    """All that depends on the kind of model filled in."""
+    asked: Settings
+    """As the user gave them."""
+    rooted: bool
+    """Whether a model around the blocks notes image size and timestep."""
+    timeline: Timeline = field(default_factory=Timeline)
+    blocks: int = 1
+    """Transformer blocks in the model."""
+    selector: Selector = field(init=False)
+    kept: Kept = field(default_factory=Kept)
+    decisions: "tuple[Decision, ...]" = ()
+    """Of the last call."""
+    warned: set[str] = field(default_factory=set)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """By which functions find it that are constant to the compiler, and take constants alone."""
+
+    def __post_init__(self) -> None:
+        self.selector = SELECTORS[self.settings.selector]
+        _patches[self.name] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Patch, (self.settings, self.asked, self.rooted, self.timeline, self.blocks)
+
+    def warn_once(self, message: str) -> None:
+        _warn_once(self.name, message)
+
+    def ratio_at(self, timestep: Any) -> float:
+        """What the ratio is at a timestep: a number, or a tensor `[]` or `[T]`."""
+        return float(_ratio_at(self.name, timestep))
+
+
+def _warn_once(name: str, message: str) -> None:
+    patch = _patches[name]
+    if message not in patch.warned:
+        patch.warned.add(message)
+        warnings.warn(message, MergeWarning, stacklevel=2)
+
+
+# Constant to the compiler, so that it runs when the model is traced: compiled models warn too.
+# See kept.py.
+_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _ratio_at(name: str, timestep: Any) -> str:
+    patch = _patches[name]
+    if isinstance(timestep, Tensor):
+        if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "schedule, start, end, tau: how many tokens are merged depends on the timestep, "
+                "which a CUDA graph cannot read; capture a graph for each ratio"
+            )
+        timestep = timestep.float().mean().item()
+    return repr(ratio_at(float(timestep), patch.settings, patch.timeline))
+
+
+# The compiler does not look into it, and compiles what follows for each ratio, which comes as a
+# word because numbers that change would become variables. This is torch.compiler.disable.
+_ratio_at._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False)
+class Decision:
+    """What merges in the blocks that work on one grid, decided before the first of them runs."""
+
+    grid: Grid
+    blocks: int
+    removes: dict[tuple[str, ...], int]
+    """Tokens that are removed, by the kinds of layers that have a plan in common."""
+    left_alone: LeftAlone = ""
+    """Why nothing is removed, although something could be."""
+    level: int = 1
+    """How many times smaller than the latent the grid is."""
+    number: int = 0
+    """Of the decision in the call."""
+    merging: int = 0
+    """Blocks that have begun to merge."""
+
+    @property
+    def remove(self) -> int:
+        """The most tokens that any layer removes."""
+        return max([0, *self.removes.values()])  # the compiler knows no default
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of the model."""
+
+    patch: Patch
+    settings: Settings
+    size: tuple[int, int]
+    """Height and width of the latent."""
+    timestep: Tensor | None = None
+    """`[]` or `[T]`, falling from noise to image."""
+    ratio: float | None = None
+    """What the ratio is now, where it changes."""
+    apart: bool = False
+    """Whether every block has to give all tokens back, because something else wants them."""
+    decisions: list[Decision] = field(default_factory=list)
+    plans: list[tuple[Any, MergePlan]] = field(default_factory=list)
+    """Plans made so far, with what they are for."""
+    masks: list[tuple[Any, Tensor]] = field(default_factory=list)
+    """Tokens to protect, by grid."""
+    guided: tuple[Tensor, Tensor] | None = None
+    """Where the prompt made a difference at the step before `[b, h, w]`, and whether that was a
+    step of the same image `[]`."""
+
+    @property
+    def merged(self) -> bool:
+        return any(decision.remove > 0 for decision in self.decisions)
+
+
+@dataclass(eq=False)
+class OpenRegion:
+    """A run of blocks that work on merged tokens, between its first and its last."""
+
+    plan: MergePlan
+    x: Tensor
+    """The tokens that came in, `[B, N, C]`."""
+    merged: Tensor
+    """The same merged, `[B, M, C]`."""
+    along: list[dict[str, Any]]
+    """Arguments of the blocks that lie along the tokens, cut: for all items of the batch at once,
+    or for each by itself."""
+    place: str
+
+
+@dataclass(eq=False)
+class Scope:
+    """Where in a call of the model a thread is."""
+
+    call: Call
+    decision: Decision | None = None
+    """Inside a stack of blocks: what was decided for it."""
+    plans: dict[str, MergePlan] = field(default_factory=dict)
+    """Inside a block: what its layers merge by, kind to plan; each layer takes out its own."""
+    place: str = ""
+    """Of the block in the model."""
+    region: OpenRegion | None = None
+    """The region that is open now."""
+    proportion: Proportion | None = None
+    """Inside attention, if it is proportional."""
+
+    @property
+    def patch(self) -> Patch:
+        return self.call.patch
+
+    @property
+    def settings(self) -> Settings:
+        return self.call.settings
+
+    def next_place(self) -> str:
+        """Names the block or region that begins to merge, the same at every step."""
+        assert self.decision is not None
+        self.decision.merging += 1
+        return f"{self.decision.number}_{self.decision.merging - 1}"
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:  # runs once in each thread
+        self.scope: Scope | None = None
+
+
+_thread = _Thread()
+
+
+def current_scope(patch: Patch) -> Scope | None:
+    """Where this thread is, if that is in a model with this patch."""
+    scope = _thread.scope
+    return scope if scope is not None and scope.call.patch is patch else None
+
+
+def is_idle(patch: Patch) -> bool:
+    """Whether this thread is in blocks that merge nothing. Quick: most layers ask."""
+    scope = _thread.scope
+    if scope is None or scope.decision is None:
+        return False
+    return not scope.decision.removes and scope.call.patch is patch
+
+
+def run_inside(scope: Scope | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `function` with `scope` as the current one, whichever thread this is."""
+    before = _thread.scope
+    _thread.scope = scope
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _thread.scope = before
+
+
+def refuse_outside(patch: Patch, module: nn.Module) -> None:
+    """Raises an error if a model around `module` should have noted where it is."""
+    if patch.rooted:
+        raise RuntimeError(
+            f"a {type(module).__name__} patched by tomesd ran outside its model's forward, where "
+            "image size and timestep are unknown; call the model, or remove_patch() first"
+        )

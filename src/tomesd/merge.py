@@ -69,5 +69,5 @@ def _plan(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> MergePl
     slot = torch.empty(metric.shape[:2], dtype=torch.int64, device=metric.device)
     slot.scatter_(1, src, torch.where(place < remove, kept + match, place - remove))
     slot.scatter_(1, dst, torch.arange(kept, kept + cells.count, device=dst.device).expand_as(dst))
-    lists = reference.members(slot, kept + cells.count)
+    lists = reference.members(slot, kept + cells.count, torch.cat([dst, src], dim=1))
     return MergePlan(slot, *lists, use_triton("auto", metric))

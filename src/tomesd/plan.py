@@ -14,7 +14,7 @@ __all__ = ["MergePlan"]
 
 @dataclass
 class MergePlan:
-    """Puts each of N tokens into one of M < N slots.
+    """Puts each of N tokens into one of M <= N slots.
 
     Which slot is data, but how many slots there are is not: M depends on the settings and the grid
     alone, so that shapes are static and a plan can be compiled or captured into a CUDA graph.
@@ -24,13 +24,16 @@ class MergePlan:
     """Slot of each token, `[B, N]`, int64 in `[0, M)`. Every slot has at least one token."""
 
     order: Tensor
-    """The tokens, those of a slot beside each other, `[B, N]`, int32."""
+    """The tokens, those of a slot beside each other, its representative first, `[B, N]`, int32."""
 
     span: Tensor
     """Where each slot's tokens begin in `order`, and how many they are, `[B, M, 2]`, int32."""
 
     triton: bool = False
     """Whether the Triton kernels do the work."""
+
+    shared: bool = False
+    """Whether all items of the batch are known to have the same plan."""
 
     @classmethod
     def empty(
@@ -49,6 +52,19 @@ class MergePlan:
         """Tokens in each slot, `[B, M]`."""
         return self.span[..., 1]
 
+    @property
+    def kept(self) -> Tensor:
+        """The representative of each slot, `[B, M]`, int64: the token that others merge into.
+
+        Found anew each time it is asked for: most plans never are.
+        """
+        return self.order.gather(1, self.span[..., 0].long()).long()
+
+    def item(self, k: int) -> "MergePlan":
+        """The plan of item `k` of the batch alone, `[1, ...]`; a view of this one."""
+        own = slice(k, k + 1)
+        return MergePlan(self.slot[own], self.order[own], self.span[own], self.triton, shared=True)
+
     def fits(self, x: Tensor) -> bool:
         """Whether `x` holds the tokens `[B, N, ...]` that this plan was made for."""
         return x.ndim == 3 and x.shape[:2] == self.slot.shape
@@ -56,6 +72,38 @@ class MergePlan:
     def merge(self, x: Tensor) -> Tensor:
         """Mean of each slot's tokens: `[B, N, C]` to `[B, M, C]`."""
         return kernels.slot_mean(x, self.slot, self.order, self.span, self.triton)
+
+    def pick(self, rows: Tensor, dim: int = 1, *, batched: bool = True) -> Tensor:
+        """The representatives' rows of something that lies along the tokens, such as positions.
+
+        Args:
+            rows: its axis `dim` has size N, and axis 0 is the batch (size B, or 1 if all items
+                have the same rows) unless `dim` is 0 or `batched` is False.
+
+        Returns:
+            `rows` with M in place of N. Where the items of the batch have the same rows but plans
+            of their own, axis 0 has size B.
+
+        Raises:
+            ValueError: `rows` has another number of tokens or items, or no batch axis where the
+                items have plans of their own.
+        """
+        (batch, n), dim = self.slot.shape, dim % rows.ndim
+        batched = batched and dim > 0
+        if rows.shape[dim] != n or (batched and rows.shape[0] not in (1, batch)):
+            raise ValueError(
+                f"rows of shape {tuple(rows.shape)} do not lie along {batch} x {n} tokens"
+            )
+        if self.shared or batch == 1:
+            return rows.index_select(dim, self.item(0).kept[0])
+        if not batched:
+            raise ValueError(
+                f"rows of shape {tuple(rows.shape)} have no batch axis, and the {batch} items of "
+                "the batch have plans of their own; pick for each `item`"
+            )
+        shape = [1] * rows.ndim
+        shape[0], shape[dim] = batch, -1
+        return rows.take_along_dim(self.kept.view(shape), dim)
 
     @property
     def unmerge(self) -> Callable[[Tensor], Tensor]:

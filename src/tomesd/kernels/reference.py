@@ -45,7 +45,8 @@ def match_tokens(
     kept = cells.sources - remove
     slot.scatter_(1, src, torch.where(merged, kept + match, (~merged).cumsum(1) - 1))
     slot.scatter_(1, dst, torch.arange(kept, kept + cells.count, device=dst.device).expand_as(dst))
-    for out, found in zip((order, span), members(slot, kept + cells.count), strict=True):
+    lists = members(slot, kept + cells.count, torch.cat([dst, src], dim=1))
+    for out, found in zip((order, span), lists, strict=True):
         out.copy_(found)
 
 
@@ -141,16 +142,21 @@ def best_match(src: Tensor, dst: Tensor, tile: int) -> tuple[Tensor, Tensor]:
     return torch.cat(scores, dim=1), torch.cat(indices, dim=1)
 
 
-def members(slot: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+def members(slot: Tensor, slots: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The tokens of each slot.
 
     Args:
         slot: slot of each token, `[B, N]`.
+        tokens: all tokens, `[B, N]`, in the order in which a slot lists its own; the first one is
+            its representative. None: by number.
 
     Returns:
         order and span of a `MergePlan`.
     """
-    order = slot.argsort(dim=1, stable=True)
+    if tokens is None:
+        order = slot.argsort(dim=1, stable=True)
+    else:
+        order = tokens.gather(1, slot.gather(1, tokens).argsort(dim=1, stable=True))
     size = torch.zeros(slot.shape[0], slots, dtype=torch.int64, device=slot.device)
     size.scatter_add_(1, slot, torch.ones_like(slot))
     first = size.cumsum(1) - size

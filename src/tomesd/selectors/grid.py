@@ -42,7 +42,7 @@ def grid(
     batch = metric.shape[0]
     slot, order = (part.expand(batch, -1).contiguous() for part in (slot, order))
     span = span.expand(batch, -1, -1).contiguous()
-    return MergePlan(slot, order, span, kernels.use_triton(backend, metric))
+    return MergePlan(slot, order, span, kernels.use_triton(backend, metric), shared=True)
 
 
 def spread(row: Tensor, column: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The selector that clusters: k-means of the tokens, by cosine."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -33,14 +31,16 @@ def kmeans(
         timestep, key: draw the seeds of the clusters; see `kernels.match_tokens`.
     """
     triton = kernels.use_triton(backend, metric)
-    slot = _slots(metric.detach(), timestep, *cells.numbers, remove, key, ITERATIONS, triton)
-    return MergePlan(slot, *reference.members(slot, cells.tokens - remove), triton)
+    slot, order, span = _lists(
+        metric.detach(), timestep, *cells.numbers, remove, key, ITERATIONS, triton
+    )
+    return MergePlan(slot, order, span, triton)
 
 
 # An operation of its own, which compilers take in as it is: where two clusters are nearly as
 # similar to a token, other roundings of the same sums would give other plans.
 @torch.library.custom_op("tomesd::kmeans", mutates_args=())
-def _slots(
+def _lists(
     metric: Tensor,
     timestep: Tensor | None,
     h: int,
@@ -53,8 +53,8 @@ def _slots(
     key: int,
     iterations: int,
     triton: bool,
-) -> Tensor:
-    """Slot of each token, `[B, N]`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """slot, order and span of the plan."""
     cells = Cells(h, w, sy, sx, down, across)
     batch, n, channels = metric.shape
     windows, clusters = cells.windows, (n - remove) // cells.windows
@@ -65,12 +65,15 @@ def _slots(
     direction = direction.view(batch * windows, -1, channels)
     label = cluster(direction, clusters, iterations, triton).view(batch, windows, -1)
     label = label + torch.arange(windows, device=metric.device)[:, None] * clusters
-    return torch.empty_like(tokens).scatter_(1, tokens, label.flatten(1))
+    slot = torch.empty_like(tokens).scatter_(1, tokens, label.flatten(1))
+    return slot, *reference.members(slot, n - remove, tokens)
 
 
-@_slots.register_fake
-def _(metric: Tensor, *_: Any) -> Tensor:
-    return metric.new_empty(metric.shape[:2], dtype=torch.int64)
+@_lists.register_fake
+def _(metric: Tensor, timestep: Tensor | None, *numbers: int) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, n, _), remove = metric.shape, numbers[6]
+    plan = MergePlan.empty(batch, n, n - remove, metric.device, triton=False)
+    return plan.slot, plan.order, plan.span
 
 
 def _seeds(

@@ -21,7 +21,7 @@ from .kept import Kept
 from .plan import MergePlan
 from .proportional import Proportion
 from .schedule import Timeline, ratio_at
-from .selectors import SELECTORS, Selector
+from .selectors import SELECTORS
 from .settings import MergeWarning, Settings
 
 __all__ = [
@@ -32,8 +32,10 @@ __all__ = [
     "OpenRegion",
     "Patch",
     "Scope",
+    "Segment",
     "current_scope",
     "is_idle",
+    "refuse_outside",
     "run_inside",
 ]
 
@@ -60,7 +62,8 @@ class Patch:
     timeline: Timeline = field(default_factory=Timeline)
     blocks: int = 1
     """Transformer blocks in the model."""
-    selector: Selector = field(init=False)
+    selector: Callable[..., MergePlan] = field(init=False)
+    """What groups tokens."""
     kept: Kept = field(default_factory=Kept)
     decisions: "tuple[Decision, ...]" = ()
     """Of the last call."""
@@ -112,6 +115,19 @@ def _ratio_at(name: str, timestep: Any) -> str:
 _ratio_at._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A part of a transformer's image tokens."""
+
+    tokens: int
+    grid: Grid | None = None
+    """None: not on a grid, and so left alone."""
+    reference: bool = False
+    """Whether it is a reference image, whose output is discarded."""
+    remove: int = 0
+    """Tokens to remove."""
+
+
 @dataclass(eq=False)
 class Decision:
     """What merges in the blocks that work on one grid, decided before the first of them runs."""
@@ -124,10 +140,21 @@ class Decision:
     """Why nothing is removed, although something could be."""
     level: int = 1
     """How many times smaller than the latent the grid is."""
+    segments: "tuple[Segment, ...]" = ()
+    """Of a transformer: what its sequence of image tokens is made of. Of a UNet: the grid alone."""
+    start: Tensor | None = None
+    """Where the image's tokens begin in a joint sequence, `[B]`, if items differ in that."""
     number: int = 0
     """Of the decision in the call."""
     merging: int = 0
     """Blocks that have begun to merge."""
+
+    @property
+    def tokens(self) -> int:
+        """Image tokens, all segments together."""
+        if not self.segments:
+            return self.grid[0] * self.grid[1] * self.grid[2]
+        return sum([segment.tokens for segment in self.segments])
 
     @property
     def remove(self) -> int:
@@ -201,6 +228,11 @@ class Scope:
     @property
     def settings(self) -> Settings:
         return self.call.settings
+
+    @property
+    def grid(self) -> Grid:
+        assert self.decision is not None
+        return self.decision.grid
 
     def next_place(self) -> str:
         """Names the block or region that begins to merge, the same at every step."""

@@ -6,66 +6,55 @@ from typing import Any
 from torch import nn
 
 from ..plan import MergePlan
-from ..policy import Frame, current_frame
 from ..proportional import Part, proportion_of
-from ..shared import Patch
-from .role import Inner, Role, run_inside
+from ..state import Patch, Scope, current_scope, run_inside
+from .role import Inner, Role
+from .tokens import Tokens
 
-__all__ = ["Layer", "Norm", "Projection"]
-
-
-@dataclass(frozen=True)
-class Norm(Role):
-    def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        frame = current_frame(patch)
-        output = inner(*args, **kwargs)
-        return frame.plans["attn"].merge(output) if frame is not None and frame.early else output
+__all__ = ["Layer", "Projection"]
 
 
 @dataclass(frozen=True)
 class Layer(Role):
+    tokens: Tokens
     kind: str
     """"attn", "crossattn" or "mlp"."""
-    aligned: tuple[str, ...] = ()
-    """Arguments that line up with the tokens: where one is given, nothing can be merged."""
-
     context: str = ""
     """Of attention: the second parameter, what it attends to; nothing is itself."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        frame = current_frame(patch)
+        scope = current_scope(patch)
         # It is needed once, and the layers that follow may need the memory.
-        plan = frame.plans.pop(self.kind, None) if frame is not None else None
-        if frame is None or plan is None:
+        plan = scope.plans.pop(self.kind, None) if scope is not None else None
+        if scope is None or plan is None:
             return inner(*args, **kwargs)
-        x = self.input(args, kwargs)
-        keys_only = self.kind == "attn" and frame.settings.target == "kv"
-        fits = plan.fits(x)
-        # A norm that took the place of the patched one has merged nothing.
-        is_merged = self.kind == "attn" and frame.early and not fits
-        reason = self._reason_to_skip(fits or is_merged, kwargs)
+        x = self.tokens.take(args, kwargs)
+        keys_only = self.kind == "attn" and scope.settings.target == "kv"
         other_keys = self._other_keys(args, kwargs)
+        reason = self._reason_to_skip(plan.fits(x), kwargs)
         if keys_only and not reason:
             reason = other_keys or _reason_for_full_keys(module)
         if reason:
             patch.warn_once(f"tomesd left {self.kind} layers alone: {reason}")
             return inner(*args, **kwargs)
-        if frame.settings.proportional and self.kind == "attn" and not other_keys:
-            frame = _with_proportion(frame, module, plan)
-        merged = x if is_merged else plan.merge(x)
+        if scope.settings.proportional and self.kind == "attn" and not other_keys:
+            scope = _with_proportion(scope, module, plan)
+        merged = plan.merge(x)
         if keys_only:
             args = (args[0], merged, *args[2:]) if len(args) > 1 else args
             kwargs = kwargs if len(args) > 1 else {**kwargs, self.context: merged}
-            return run_inside(frame, inner, *args, **kwargs)
-        args, kwargs = self.with_input(merged, args, kwargs)
+            return run_inside(scope, inner, *args, **kwargs)
+        assert scope.decision is not None
+        along = self.tokens.cut_along(plan, scope.decision, args, kwargs)
         unmerge = plan.unmerge
         del plan  # the layer may need the memory
-        return unmerge(run_inside(frame, inner, *args, **kwargs))
+        args, kwargs = self.tokens.replaced({self.tokens.input: merged}, args, kwargs)
+        return unmerge(run_inside(scope, self.tokens.call, inner, along, args, kwargs))
 
     def _reason_to_skip(self, fits: bool, kwargs: dict) -> str | None:
         if not fits:
             return "they run on a part of the tokens at a time (chunked)"
-        for name in self.aligned:
+        for name in self.tokens.refused:
             if kwargs.get(name) is not None:
                 return f"{name} is given, and is laid out for unmerged tokens"
         return None
@@ -86,13 +75,13 @@ def _reason_for_full_keys(module: nn.Module) -> str | None:
     return None
 
 
-def _with_proportion(frame: Frame, module: nn.Module, plan: MergePlan) -> Frame:
-    """The frame inside an attention layer, where a merged token counts for all that are in it."""
+def _with_proportion(scope: Scope, module: nn.Module, plan: MergePlan) -> Scope:
+    """The scope inside an attention layer, where a merged token counts for all that are in it."""
     proportion = proportion_of(module, plan.size)
     if isinstance(proportion, str):
-        frame.patch.warn_once(f"tomesd: attention is not proportional in a layer: {proportion}")
-        return frame
-    return frame.in_attention(proportion)
+        scope.patch.warn_once(f"tomesd: attention is not proportional in a layer: {proportion}")
+        return scope
+    return Scope(scope.call, scope.decision, proportion=proportion)
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,7 @@ class Projection(Role):
     part: Part
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        frame = current_frame(patch)
-        if frame is None or frame.proportion is None:
+        scope = current_scope(patch)
+        if scope is None or scope.proportion is None:
             return inner(*args, **kwargs)
-        return frame.proportion.project(self.part, inner, *args, **kwargs)
+        return scope.proportion.project(self.part, inner, *args, **kwargs)

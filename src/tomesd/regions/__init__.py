@@ -1,0 +1,36 @@
+"""Regions: the stretches of a model that run on fewer tokens.
+
+A patched module plays a role, which runs around its own forward:
+
+    UNetRoot, TransformerRoot   the model: reads image size and time, and makes the call's scope
+      Stack       of a UNet: reads the grid, and decides what merges in its blocks
+        Member      a block in a run of blocks on merged tokens: the first opens the region, the
+                    last closes it
+        Block       a block whose layers merge each by itself: makes their plans
+          Layer       attention or feed-forward: unmerge(layer(merge(x)))
+            Projection   of attention: gets channels more for proportional attention
+
+Roles are values: what they know of a module is the names and numbers in a host's table. They are
+part of the generated class, so they can be pickled, and equal ones share a class.
+"""
+
+from .block import Block, Member
+from .layers import Layer, Projection
+from .model import Layout, Segment, Stack, TransformerRoot, UNetRoot
+from .role import Role
+from .tokens import Along, Tokens
+
+__all__ = [
+    "Along",
+    "Block",
+    "Layer",
+    "Layout",
+    "Member",
+    "Projection",
+    "Role",
+    "Segment",
+    "Stack",
+    "Tokens",
+    "TransformerRoot",
+    "UNetRoot",
+]

@@ -1,0 +1,187 @@
+"""The model as a whole, and the stacks of blocks in a UNet: they read size, time and grid."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..planning import note_guidance, recall_guidance
+from ..policy import Work, decide, decide_segments, explain_nothing
+from ..state import Call, Patch, Scope, Segment, current_scope, refuse_outside, run_inside
+from .role import Inner, Role
+
+__all__ = ["Given", "Layout", "Stack", "TransformerRoot", "UNetRoot", "score_heads"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call, by name."""
+
+    names: tuple[str, ...]
+    args: tuple
+    kwargs: dict
+
+    def __getitem__(self, name: str) -> Any:
+        place = self.names.index(name) if name in self.names else len(self.args)
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a transformer's sequence of image tokens is made of."""
+
+    size: tuple[int, int]
+    """Height and width of the latent."""
+    segments: tuple[Segment, ...]
+    start: Tensor | None = None
+    """Where they begin in a joint sequence, `[B]`, if items differ in that."""
+
+
+@dataclass(frozen=True)
+class _Root(Role):
+    names: tuple[str, ...]
+    """Its parameters, in order."""
+    time: str
+    """The parameter that takes the timestep."""
+
+    def start_call(self, patch: Patch, given: Given, device: torch.device, size: Any) -> Call:
+        value = given[self.time]
+        call = Call(patch, patch.settings, size, _on_device(value, device, patch))
+        if patch.settings.changes and value is not None:
+            call.ratio = patch.ratio_at(value)
+        return call
+
+    def finish_call(self, call: Call) -> None:
+        patch = call.patch
+        if not torch.compiler.is_compiling():
+            patch.decisions = tuple(call.decisions)
+        if patch.settings.active and call.ratio != 0 and not call.merged:
+            patch.warn_once(explain_nothing(call))
+
+
+@dataclass(frozen=True)
+class UNetRoot(_Root):
+    def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
+        if current_scope(patch) is not None:  # entered through __call__ already
+            return inner(*args, **kwargs)
+        given = Given(self.names, args, kwargs)
+        latent = given[self.names[0]]
+        call = self.start_call(patch, given, latent.device, (latent.shape[-2], latent.shape[-1]))
+        recall_guidance(call, latent)
+        output = run_inside(Scope(call), inner, *args, **kwargs)
+        note_guidance(call, output)
+        self.finish_call(call)
+        return output
+
+
+@dataclass(frozen=True)
+class TransformerRoot(_Root):
+    read: Callable[[Any, Given], Layout]
+    """Reads the layout from the model's arguments."""
+    between: tuple[str, ...]
+    """Arguments that add something to all tokens between the blocks, or pass blocks by."""
+    lists: tuple[str, ...]
+    """Where the blocks are."""
+    channels: int
+
+    def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
+        if current_scope(patch) is not None:
+            return inner(*args, **kwargs)
+        given = Given(self.names, args, kwargs)
+        layout = self.read(module, given)
+        like = next(module.parameters())
+        tensor = _first_tensor((*args, *kwargs.values()))
+        call = self.start_call(patch, given, tensor.device, layout.size)
+        call.apart = self._needs_all_tokens(module, given)
+        size = like.element_size() if like.is_floating_point() else 2
+        work = Work(
+            tensor.device, size, tensor.shape[0], self.channels, patch.blocks, patch.blocks
+        )
+        decision = decide_segments(call, layout.segments, work)
+        decision.start = layout.start
+        output = run_inside(Scope(call, decision), inner, *args, **kwargs)
+        self.finish_call(call)
+        return output
+
+    def _needs_all_tokens(self, module: nn.Module, given: Given) -> bool:
+        """Whether something wants all tokens after each block."""
+        # Where gradients are wanted, a block may be run again on its own (checkpointing), and must
+        # not depend on what another one has kept.
+        if torch.is_grad_enabled() or any(given[name] is not None for name in self.between):
+            return True
+        return any(_may_be_skipped(block) for name in self.lists for block in getattr(module, name))
+
+
+# Hooks of diffusers that run a block as it is.
+_PLAIN_HOOKS = ("group_offloading", "layerwise_casting", "lazy_prefetch_group_offloading")
+
+
+def _may_be_skipped(block: nn.Module) -> bool:
+    """Whether a cache may use what the block gave last time instead of running it."""
+    registry = block.__dict__.get("_diffusers_hook")
+    return registry is not None and any(name not in _PLAIN_HOOKS for name in registry.hooks)
+
+
+def _first_tensor(values: Any) -> Tensor:
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+            return value[0]
+    raise TypeError("tomesd found no tensor among the arguments of the model")
+
+
+def _on_device(timestep: Any, device: torch.device, patch: Patch) -> Tensor | None:
+    if timestep is None:
+        return None
+    # As a number, it would make torch.compile start anew at each step.
+    tensor = timestep if isinstance(timestep, Tensor) else torch.tensor([timestep])
+    return patch.timeline.falling(tensor.to(device))
+
+
+@dataclass(frozen=True)
+class Stack(Role):
+    """A stack of blocks in a UNet."""
+
+    input: str
+    """The parameter that takes the feature map."""
+    patch_size: int = 1
+    """Side of the square of latent pixels that becomes one token."""
+    channels: int = 0
+    """Of its tokens."""
+    attention: str = ""
+    """Where its blocks keep their self-attention."""
+    unfused: tuple[str, ...] = ()
+    """Processors of self-attention, or classes of it, that write its scores to memory."""
+
+    def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
+        features = args[0] if args else kwargs[self.input]
+        h, w = (side // self.patch_size for side in features.shape[-2:])
+        scope = current_scope(patch)
+        if scope is None:
+            refuse_outside(patch, module)
+            scope = Scope(Call(patch, patch.settings, (h, w)))
+        # Where gradients are wanted, a block may be run again on its own (checkpointing), and must
+        # not depend on what another one has kept.
+        scope.call.apart = torch.is_grad_enabled()
+        blocks: Any = module.transformer_blocks
+        work = Work(
+            features.device,
+            features.element_size(),
+            features.shape[0],
+            self.channels or features.shape[1],
+            len(blocks),
+            patch.blocks,
+            score_heads(blocks[0], self.attention, self.unfused),
+        )
+        decision = decide(scope.call, (1, h, w), work)
+        return run_inside(Scope(scope.call, decision), inner, *args, **kwargs)
+
+
+def score_heads(block: nn.Module, attention: str, unfused: tuple[str, ...]) -> int:
+    """Heads of a block's self-attention, 0 if that is fused or unknown."""
+    layer = getattr(block, attention, None)
+    worker = getattr(layer, "processor", layer)
+    return getattr(layer, "heads", 0) if type(worker).__name__ in unfused else 0

@@ -1,6 +1,6 @@
 """MergePlan: an assignment of tokens to slots, with the operations it defines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import kernels
 
-__all__ = ["MergePlan"]
+__all__ = ["MergePlan", "join"]
 
 
 @dataclass
@@ -45,6 +45,18 @@ class MergePlan:
             torch.empty(batch, n, dtype=torch.int32, device=device),
             torch.empty(batch, slots, 2, dtype=torch.int32, device=device),
             triton,
+        )
+
+    @classmethod
+    def identity(cls, batch: int, n: int, device: torch.device) -> "MergePlan":
+        """A plan that leaves every token alone."""
+        token = torch.arange(n, device=device)
+        span = torch.stack([token, torch.ones_like(token)], dim=1).int()
+        return cls(
+            token.repeat(batch, 1),
+            token.int().repeat(batch, 1),
+            span.repeat(batch, 1, 1),
+            shared=True,
         )
 
     @property
@@ -125,3 +137,30 @@ class MergePlan:
             merged: slots before it, `[B, M, C]`.
         """
         return kernels.slot_restore(x, y, merged, self.slot, self.triton)
+
+
+def join(plans: Sequence[MergePlan]) -> MergePlan:
+    """The plan of a sequence of segments, such as text and image, from the plans of each.
+
+    Args:
+        plans: of the segments in their order, `[B, N_1, ...]`, `[B, N_2, ...]` and so on. Those
+            that are left alone have a `MergePlan.identity`.
+
+    Returns:
+        A plan of `N_1 + N_2 + ...` tokens. Its slots are numbered from segment to segment.
+    """
+    if len(plans) == 1:
+        return plans[0]
+    slot, order, span = (
+        torch.cat(parts, dim=1)
+        for parts in zip(*((plan.slot, plan.order, plan.span) for plan in plans), strict=True)
+    )
+    tokens = slots = 0  # in the segments before
+    for plan in plans:
+        n, m = plan.slot.shape[1], plan.span.shape[1]
+        slot[:, tokens : tokens + n] += slots
+        order[:, tokens : tokens + n] += tokens
+        span[:, slots : slots + m, 0] += tokens
+        tokens, slots = tokens + n, slots + m
+    triton, shared = any(plan.triton for plan in plans), all(plan.shared for plan in plans)
+    return MergePlan(slot, order, span, triton, shared)

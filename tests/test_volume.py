@@ -1,0 +1,247 @@
+"""Plans of segments and of frames, against plans of the parts they are made of."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_triton import assert_same_plan
+from torch import Tensor
+
+from tomesd.kernels import Cells
+from tomesd.plan import MergePlan, join
+from tomesd.selectors import SELECTORS
+from tomesd.volume import FrameGroups, Volume, plan_tokens
+
+CPU = torch.device("cpu")
+every_selector = pytest.mark.parametrize("name", SELECTORS)
+sides = st.integers(1, 7)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Tensor, Volume, tuple[int, ...], dict, tuple]:
+    """A metric, a volume, what to remove from each of its groups, the draw, and the numbers the
+    volume is made from: grid, cell, frames of a group, window."""
+    grid = (draw(st.integers(1, 6)), draw(sides), draw(sides))
+    cell = (draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    together, window = draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    volume = Volume.of(grid, *cell, together, window)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    batch = draw(st.integers(1, 3))
+    metric = torch.randn(batch, volume.tokens, 5, generator=generator)
+    removes = tuple(
+        draw(st.integers(0, part.cells.sources // part.cells.windows)) * part.cells.windows
+        for part in volume.parts
+    )
+    timestep = draw(st.sampled_from([torch.tensor(500), torch.rand(batch, generator=generator)]))
+    drawn = draw(st.sampled_from([{}, {"timestep": timestep, "key": 77}]))
+    return metric, volume, removes, drawn, (grid, cell, together, window)
+
+
+def assert_valid(plan: MergePlan, batch: int, n: int, slots: int) -> None:
+    """Every token is in one slot, every slot lists its tokens, and the kernels can read it."""
+    assert plan.slot.shape == plan.order.shape == (batch, n)
+    assert plan.span.shape == (batch, slots, 2)
+    assert (plan.slot.dtype, plan.order.dtype) == (torch.int64, torch.int32)
+    assert plan.span.dtype == torch.int32
+    assert all(part.is_contiguous() for part in (plan.slot, plan.order, plan.span))
+    for slot, order, span in zip(
+        plan.slot.tolist(), plan.order.tolist(), plan.span.tolist(), strict=True
+    ):
+        assert sorted(order) == list(range(n))
+        for m, (first, size) in enumerate(span):
+            listed = order[first : first + size]
+            assert listed and sorted(listed) == [token for token, s in enumerate(slot) if s == m]
+
+
+def group_of(volume: Volume) -> list[int]:
+    """The number of the group that each token belongs to."""
+    found: list[int] = []
+    groups = 0
+    for part in volume.parts:
+        for number in range(part.groups):
+            found += [groups + number] * part.cells.tokens
+        groups += part.groups
+    return found
+
+
+@every_selector
+@given(problem=problems(), backend=st.sampled_from(["reference", "triton"]))
+@settings(max_examples=40, deadline=None)
+def test_each_token_has_a_slot_of_its_own_group(name, problem, backend):
+    metric, volume, removes, drawn, _ = problem
+    plan = plan_tokens(SELECTORS[name], metric, volume, removes, backend=backend, **drawn)
+    slots = volume.slots(removes)
+    assert_valid(plan, *metric.shape[:2], slots)
+    group = torch.tensor(group_of(volume))
+    of_slot = torch.stack([group[row] for row in plan.kept])
+    assert torch.equal(of_slot.gather(1, plan.slot), group.expand_as(plan.slot))
+    for b in range(metric.shape[0]):  # and as many of each group as of its like
+        left = of_slot[b].bincount().tolist()
+        assert left == [
+            part.cells.tokens - remove
+            for part, remove in zip(volume.parts, removes, strict=True)
+            for _ in range(part.groups)
+        ]
+
+
+def slow_fold(x: Tensor, first: int, frames: int, h: int, w: int) -> tuple[Tensor, list[int]]:
+    """One group as an image, `[B, h * w * frames, C]`, and its tokens."""
+    tokens = [
+        (first + frame) * h * w + y * w + column
+        for y in range(h)
+        for column in range(w)
+        for frame in range(frames)
+    ]
+    return x[:, tokens], tokens
+
+
+@every_selector
+@given(problem=problems())
+@settings(max_examples=40, deadline=None)
+def test_a_group_is_merged_as_an_image_whose_columns_are_its_frames(name, problem):
+    metric, volume, removes, drawn, ((_, h, w), _, _, _) = problem
+    plan = plan_tokens(SELECTORS[name], metric, volume, removes, **drawn)
+    frame = slots_before = 0
+    for part, remove in zip(volume.parts, removes, strict=True):
+        for _ in range(part.groups):
+            image, tokens = slow_fold(metric, frame, part.frames, h, w)
+            slots = slice(slots_before, slots_before + len(tokens) - remove)
+            if remove:
+                alone = SELECTORS[name](image, part.cells, remove, **drawn)
+                assert torch.equal(plan.slot[:, tokens] - slots_before, alone.slot)
+                assert torch.equal(plan.kept[:, slots], torch.tensor(tokens)[alone.kept])
+            else:  # numbered as they come, not place by place
+                assert plan.kept[0, slots].tolist() == sorted(tokens)
+            frame += part.frames
+            slots_before += len(tokens) - remove
+
+
+@every_selector
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_frames_on_their_own_have_the_plans_of_images(name, backend) -> None:
+    metric = torch.randn(2, 3 * 48, 5, generator=torch.Generator().manual_seed(0))
+    volume, drawn = Volume.of((3, 6, 8), 2, 2, window=4), {"timestep": torch.tensor(7), "key": 3}
+    assert [(part.groups, part.frames) for part in volume.parts] == [(3, 1)]
+    cells = Cells.of(6, 8, 2, 2, 4)
+    how = {"backend": backend, **drawn}
+    plan = plan_tokens(SELECTORS[name], metric, volume, (24,), **how)
+    frames = [SELECTORS[name](frame, cells, 24, **how) for frame in metric.split(48, dim=1)]
+    assert_same_plan(plan, join(frames))
+    assert torch.equal(plan.kept, join(frames).kept)
+
+
+@every_selector
+@given(problem=problems())
+@settings(max_examples=25, deadline=None)
+def test_an_image_has_the_plan_it_had_before_there_were_videos(name, problem):
+    metric, _, _, drawn, ((_, h, w), cell, together, window) = problem
+    volume = Volume.of((1, h, w), *cell, together, window)
+    cells = Cells.of(h, w, *cell, window)
+    assert volume.parts == (FrameGroups(1, 1, cells),)
+    metric, remove = metric[:, : h * w], cells.sources // cells.windows * cells.windows
+    if remove == 0:
+        return
+    plan = plan_tokens(SELECTORS[name], metric, volume, (remove,), **drawn)
+    alone = SELECTORS[name](metric, cells, remove, **drawn)
+    for one, other in zip((plan.slot, plan.order), (alone.slot, alone.order), strict=True):
+        assert torch.equal(one, other)
+
+
+@every_selector
+@given(problem=problems(), random=st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_an_item_does_not_depend_on_the_others_and_plans_are_reproducible(name, problem, random):
+    metric, volume, removes, drawn, _ = problem
+    plan = plan_tokens(SELECTORS[name], metric, volume, removes, **drawn)
+    item = random.randrange(metric.shape[0])
+    if drawn and drawn["timestep"].numel() > 1:
+        drawn = {**drawn, "timestep": drawn["timestep"][item]}
+    alone = plan_tokens(SELECTORS[name], metric[item : item + 1], volume, removes, **drawn)
+    assert torch.equal(alone.slot, plan.item(item).slot)
+    assert torch.equal(alone.kept, plan.item(item).kept)
+
+
+def test_times_that_do_not_fit_the_batch_fit_no_better_in_groups() -> None:
+    metric = torch.randn(2, 2 * 16, 5, generator=torch.Generator().manual_seed(0))
+    volume, times = Volume.of((2, 4, 4), 2, 2), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    plans = [
+        plan_tokens(SELECTORS["bipartite"], metric, volume, (8,), timestep=time, key=9)
+        for time in (times, times[0])
+    ]
+    assert torch.equal(plans[0].slot, plans[1].slot)
+
+
+@pytest.mark.parametrize(
+    ("grid", "together", "parts"),
+    [
+        ((1, 6, 8), 4, [(1, 1)]),
+        ((4, 6, 8), 1, [(4, 1)]),
+        ((4, 6, 8), 2, [(2, 2)]),
+        ((5, 6, 8), 2, [(1, 1), (2, 2)]),
+        ((21, 6, 8), 4, [(1, 1), (5, 4)]),
+        ((3, 6, 8), 4, [(3, 1)]),
+    ],
+)
+def test_frames_that_are_left_over_come_first(grid, together, parts) -> None:
+    volume = Volume.of(grid, 2, 2, together)
+    assert [(part.groups, part.frames) for part in volume.parts] == parts
+    assert volume.tokens == grid[0] * grid[1] * grid[2]
+
+
+def test_windows_keep_the_frames_of_a_place_together() -> None:
+    """Nine columns of two frames could also be cut in the middle of a place."""
+    (part,) = Volume.of((2, 4, 9), 2, 2, 2, window=4).parts
+    assert (part.cells.across, part.cells.w, part.cells.sx) == (1, 18, 4)
+
+
+def test_joined_segments_are_merged_each_by_its_own_plan() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5 + 24 + 16 + 3, 6, generator=generator)
+    text, image, reference, padding = x.split([5, 24, 16, 3], dim=1)
+    plans = [
+        MergePlan.identity(2, 5, CPU),
+        SELECTORS["bipartite"](image, Cells(4, 6, 2, 2), 10),
+        SELECTORS["kmeans"](reference, Cells(4, 4, 2, 2), 8),
+        MergePlan.identity(2, 3, CPU),
+    ]
+    whole = join(plans)
+    assert_valid(whole, 2, 48, 48 - 18)
+    parts = (text, image, reference, padding)
+    expected = torch.cat([plan.merge(part) for plan, part in zip(plans, parts, strict=True)], dim=1)
+    for whole.triton in (False, True):
+        merged = whole.merge(x)
+        torch.testing.assert_close(merged, expected)
+        assert torch.equal(merged[:, :5], text) and torch.equal(merged[:, -3:], padding)
+        assert torch.equal(whole.unmerge(merged)[:, :5], text)
+    picked = [plan.pick(part) for plan, part in zip(plans, parts, strict=True)]
+    assert torch.equal(whole.pick(x), torch.cat(picked, dim=1))
+
+
+def test_a_joined_plan_is_shared_if_all_its_parts_are() -> None:
+    alone = MergePlan.identity(2, 5, CPU)
+    metric = torch.randn(2, 16, 3)
+    grid, bipartite = (
+        SELECTORS[name](metric, Cells(4, 4, 2, 2), 8) for name in ("grid", "bipartite")
+    )
+    assert join([alone, grid]).shared and not join([alone, grid, bipartite]).shared
+    assert torch.equal(join([grid]).slot, grid.slot)
+
+
+def test_the_parts_of_a_joined_plan_stay_as_they_are() -> None:
+    plans = [MergePlan.identity(1, 4, CPU), MergePlan.identity(1, 4, CPU)]
+    join(plans)
+    assert plans[1].slot.tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("name", ["bipartite", "grid"])
+def test_a_plan_of_frames_and_text_compiles_into_one_graph(name) -> None:
+    volume = Volume.of((5, 4, 6), 2, 2, 2)
+
+    def run(x: Tensor, time: Tensor) -> Tensor:
+        plan = plan_tokens(SELECTORS[name], x[:, 7:], volume, (12, 24), timestep=time, key=1)
+        plan = join([MergePlan.identity(x.shape[0], 7, x.device), plan])
+        return plan.unmerge(plan.merge(x))
+
+    x, time = torch.randn(2, 7 + 120, 8), torch.tensor([3.0])
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(x, time)
+    torch.testing.assert_close(compiled, run(x, time))

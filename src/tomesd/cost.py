@@ -186,10 +186,12 @@ def merging_pays(
     item_size: int,
     proportional: bool = False,
     score_heads: int = 0,
+    tokens: int | None = None,
 ) -> bool:
     """Whether a block is faster with merged tokens.
 
     Args:
+        cells: of an image, or of a frame.
         removes: tokens to remove, by the kinds of layers that have a plan in common.
         target: of the settings.
         blocks: that follow each other.
@@ -198,8 +200,9 @@ def merging_pays(
         item_size: bytes of a number.
         proportional: whether attention is.
         score_heads: heads of self-attention that writes its scores to memory; 0 if it is fused.
+        tokens: of all frames and references; None: of one image.
     """
-    tokens = cells.tokens
+    tokens = cells.tokens if tokens is None else tokens
     row = batch * channels * item_size
     score = _SCORE_PASSES * batch * score_heads * item_size
     if _waits_for_the_host(device, batch, tokens, channels, blocks, model_blocks, score):
@@ -227,7 +230,7 @@ def merging_pays(
         saved -= device.time(batch * reduced, moved, layer.kernels + kernels)
     if target == "stack":
         uses = blocks
-    comparing = 2.0 * batch * cells.comparisons * channels
+    comparing = 2.0 * batch * cells.comparisons * (tokens / cells.tokens) * channels
     launches = _MATCH_KERNELS[0 if cells.window.fits_one_program else 1]
     matching = max(device.time(comparing, 2 * tokens * row, launches), device.plan)
     return saved > len(removes) * matching / uses

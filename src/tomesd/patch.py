@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from .policy import Frame, current_frame, is_idle
-from .roles import Block, Role, Root, Stack, run_inside
-from .shared import Patch
+from .regions import Block, Member, Role, Stack, TransformerRoot, UNetRoot
+from .state import Patch, Scope, current_scope, is_idle, run_inside
 
 __all__ = ["class_made", "original_class", "patch_of", "restore", "role_of", "swap"]
 
@@ -65,11 +64,11 @@ def original_class(module: nn.Module) -> Any:
 
 def _methods(module: nn.Module, role: Role) -> tuple[str, ...]:
     """The methods to override so that the role is played on every way into the module."""
-    if isinstance(role, Root):
+    if isinstance(role, UNetRoot | TransformerRoot):
         # Entering twice is harmless, and not at all is not: `forward` is passed by when a UI
         # replaces it on the instance, `__call__` by what was compiled before the patch.
         return ("__call__", "forward")
-    if isinstance(role, Block) and hasattr(type(module), "_forward"):
+    if isinstance(role, Block | Member) and hasattr(type(module), "_forward"):
         return ("_forward",)
     if "forward" in module.__dict__ and not list(_bound_forwards(module, type(module))):
         return ("__call__",)  # an unknown wrapper: all we can do is stay around it
@@ -86,19 +85,19 @@ def _patched_class(base: Any, role: Role, methods: tuple[str, ...]) -> Any:
         "_tomesd_base": base,
         "_tomesd_key": (role, methods),
     }
-    if isinstance(role, Stack):
-        namespace[_CHECKPOINT] = property(_checkpoint_in_frame, _set_checkpoint)
+    if isinstance(role, Stack | TransformerRoot):
+        namespace[_CHECKPOINT] = property(_checkpoint_in_scope, _set_checkpoint)
     cls = type(base.__name__, (base,), namespace)
     for name in methods:
         method = _method(cls, role, name)
-        setattr(cls, name, property(_in_frame(method)) if name == "_forward" else method)
+        setattr(cls, name, property(_in_scope(method)) if name == "_forward" else method)
     for tell in class_made:
         tell(base, cls)
     return cls
 
 
 def _method(cls: type, role: Role, name: str) -> Any:
-    can_idle = not isinstance(role, Root | Stack)
+    can_idle = not isinstance(role, UNetRoot | TransformerRoot | Stack)
 
     @functools.wraps(getattr(cls, name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -114,28 +113,28 @@ def _method(cls: type, role: Role, name: str) -> Any:
 
 
 # Gradient checkpointing runs a block again in the backward pass, on another thread even, when the
-# call of the model is long over. So what is handed to a checkpoint function is tied to the frame it
+# call of the model is long over. So what is handed to a checkpoint function is tied to the scope it
 # is handed over in: in ldm that is the block's `_forward`, in diffusers the block itself.
 
 
-def _in_frame(method: Any) -> Any:
-    """Getter of a method that, whenever it is called, runs in the frame it was taken in."""
+def _in_scope(method: Any) -> Any:
+    """Getter of a method that, whenever it is called, runs in the scope it was taken in."""
 
     def get(module: nn.Module) -> Any:
-        return functools.partial(_resume, module, _frame_at(module), method, module)
+        return functools.partial(_resume, module, _scope_at(module), method, module)
 
     return get
 
 
-def _checkpoint_in_frame(module: nn.Module) -> Any:
-    """Getter of a checkpoint function that ties what it is given to the present frame."""
+def _checkpoint_in_scope(module: nn.Module) -> Any:
+    """Getter of a checkpoint function that ties what it is given to the present scope."""
     checkpoint = module.__dict__.get(_CHECKPOINT)
     if checkpoint is None:
         raise AttributeError(_CHECKPOINT)
-    frame = _frame_at(module)
+    scope = _scope_at(module)
 
     def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(functools.partial(_resume, module, frame, function), *args, **kwargs)
+        return checkpoint(functools.partial(_resume, module, scope, function), *args, **kwargs)
 
     return run
 
@@ -145,19 +144,19 @@ def _set_checkpoint(module: nn.Module, checkpoint: Any) -> None:
 
 
 def _resume(
-    module: nn.Module, frame: Frame | None, function: Any, *args: Any, **kwargs: Any
+    module: nn.Module, scope: Scope | None, function: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if frame is not None and patch_of(module) is not frame.patch:
+    if scope is not None and patch_of(module) is not scope.patch:
         raise RuntimeError(
             "the tomesd patch was removed or replaced between a forward pass with gradient "
             "checkpointing and its backward pass, which has to run the same layers again"
         )
-    return run_inside(frame, function, *args, **kwargs)
+    return run_inside(scope, function, *args, **kwargs)
 
 
-def _frame_at(module: nn.Module) -> Frame | None:
+def _scope_at(module: nn.Module) -> Scope | None:
     patch = patch_of(module)
-    return current_frame(patch) if patch is not None else None
+    return current_scope(patch) if patch is not None else None
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

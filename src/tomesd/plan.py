@@ -117,6 +117,35 @@ class MergePlan:
         shape[0], shape[dim] = batch, -1
         return rows.take_along_dim(self.kept.view(shape), dim)
 
+    def placed(self, start: int | Tensor, length: int) -> "MergePlan":
+        """The plan of a longer sequence that holds these tokens; it leaves the others alone.
+
+        Args:
+            start: where they begin in it, for all items of the batch or for each, `[B]`.
+            length: tokens of the sequence.
+        """
+        (batch, n), slots = self.slot.shape, self.span.shape[1]
+        if not isinstance(start, Tensor):
+            before, after = (
+                MergePlan.identity(batch, tokens, self.slot.device)
+                for tokens in (start, length - start - n)
+            )
+            return join([before, self, after])
+        token = torch.arange(length, device=self.slot.device) - start[:, None]
+        inside = (token >= 0) & (token < n)
+        own = token.clamp(0, n - 1)
+        skipped = torch.where(token < 0, token, token - (n - slots))
+        slot = torch.where(inside, self.slot.gather(1, own), skipped) + start[:, None]
+        order = torch.where(inside, self.order.gather(1, own).long(), token) + start[:, None]
+        slot_number = token[:, : length - n + slots]
+        inside = (slot_number >= 0) & (slot_number < slots)
+        own = slot_number.clamp(0, slots - 1)
+        first, size = (part.gather(1, own).long() for part in self.span.unbind(2))
+        alone = torch.where(slot_number < 0, slot_number, slot_number + (n - slots))
+        first = torch.where(inside, first, alone) + start[:, None]
+        span = torch.stack([first, torch.where(inside, size, 1)], dim=2)
+        return MergePlan(slot, order.int(), span.int(), self.triton)
+
     @property
     def unmerge(self) -> Callable[[Tensor], Tensor]:
         """Gives every token what its slot got: `[B, M, C]` to `[B, N, C]`.
@@ -149,6 +178,7 @@ def join(plans: Sequence[MergePlan]) -> MergePlan:
     Returns:
         A plan of `N_1 + N_2 + ...` tokens. Its slots are numbered from segment to segment.
     """
+    plans = [plan for plan in plans if plan.slot.shape[1] > 0]
     if len(plans) == 1:
         return plans[0]
     slot, order, span = (

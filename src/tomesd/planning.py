@@ -8,52 +8,69 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import kernels
-from .grids import cells_of
-from .kernels import Cells
 from .metric import angle_to_mean, mask_on_grid, most_guided
-from .plan import MergePlan
-from .state import Call, Patch, Scope
+from .plan import MergePlan, join
+from .state import Call, Patch, Scope, Segment, tokens_removed
+from .volume import plan_tokens
 
 __all__ = ["find_plan", "make_plan", "note_guidance", "note_output", "recall_guidance"]
 
 
-def find_plan(scope: Scope, block: nn.Module, x: Tensor, remove: int) -> MergePlan:
+def find_plan(
+    scope: Scope, block: nn.Module, x: Tensor, segments: tuple[Segment, ...]
+) -> MergePlan:
     """A plan for the image tokens `x` `[B, N, C]` of a block, made or found as `share` says."""
-    settings, call, grid = scope.settings, scope.call, scope.grid
+    settings, call = scope.settings, scope.call
     if settings.share == "block":
-        return make_plan(scope, block, x, remove)
+        return make_plan(scope, block, x, segments)
     for key, plan in call.plans:
-        if key == (grid, remove) and plan.fits(x):
+        if key == segments and plan.fits(x):
             return plan
     # What is kept is written over later, when a backward pass might still need it.
     keep = settings.share == "steps" and call.timestep is not None and not x.requires_grad
-    plan = (_keep_plan if keep else make_plan)(scope, block, x, remove)
-    call.plans.append(((grid, remove), plan))
+    plan = (_keep_plan if keep else make_plan)(scope, block, x, segments)
+    call.plans.append((segments, plan))
     return plan
 
 
-def make_plan(scope: Scope, block: nn.Module, x: Tensor, remove: int) -> MergePlan:
-    return scope.patch.selector(
-        _metric(scope, block, x),
-        _cells(scope),
-        remove,
-        backend=scope.settings.backend,
-        timestep=scope.call.timestep,
-        key=_key(scope),
-    )
+def make_plan(
+    scope: Scope, block: nn.Module, x: Tensor, segments: tuple[Segment, ...]
+) -> MergePlan:
+    metric, plans, start = _metric(scope, block, x), [], 0
+    for segment in segments:
+        tokens = metric[:, start : start + segment.tokens] if len(segments) > 1 else metric
+        start += segment.tokens
+        if segment.volume is None or segment.remove == 0:
+            plans.append(MergePlan.identity(x.shape[0], segment.tokens, x.device))
+            continue
+        plan = plan_tokens(
+            scope.patch.selector,
+            tokens,
+            segment.volume,
+            segment.removes,
+            backend=scope.settings.backend,
+            timestep=scope.call.timestep,
+            key=_key(scope),
+        )
+        plans.append(plan)
+    return join(plans)
 
 
-def _keep_plan(scope: Scope, block: nn.Module, x: Tensor, remove: int) -> MergePlan:
+def _keep_plan(
+    scope: Scope, block: nn.Module, x: Tensor, segments: tuple[Segment, ...]
+) -> MergePlan:
     """As `make_plan`, in memory that stays, and only if the plan there is out of date."""
     settings, timestep = scope.settings, scope.call.timestep
     assert timestep is not None
     triton = kernels.use_triton(settings.backend, x)
-    kept, clock = _memory(scope, x, remove, triton)
-    if settings.selector == "bipartite":
+    kept, clock = _memory(scope, x, tokens_removed(segments), triton)
+    (first, *others) = segments
+    assert first.volume is not None
+    if settings.selector == "bipartite" and not others and scope.grid[0] == 1:
         kernels.match_tokens(
             _metric(scope, block, x),
-            _cells(scope),
-            remove,
+            first.volume.parts[0].cells,
+            first.remove,
             (kept.slot, kept.order, kept.span),
             timestep=timestep,
             key=_key(scope),
@@ -62,7 +79,7 @@ def _keep_plan(scope: Scope, block: nn.Module, x: Tensor, remove: int) -> MergeP
             triton=triton,
         )
         return kept
-    made = make_plan(scope, block, x, remove)
+    made = make_plan(scope, block, x, segments)
     time = timestep.reshape(-1).to(clock)
     keep = (time < clock[2:]).all() & (clock[1] < settings.refresh)
     clock[1] = torch.where(keep, clock[1] + 1, 1.0)
@@ -75,8 +92,9 @@ def _keep_plan(scope: Scope, block: nn.Module, x: Tensor, remove: int) -> MergeP
 def _memory(scope: Scope, x: Tensor, remove: int, triton: bool) -> tuple[MergePlan, Tensor]:
     """A plan that stays, and its clock; see `kernels.match_tokens`."""
     assert scope.call.timestep is not None
-    (_, h, w), (batch, n, _) = scope.grid, x.shape
-    name = f"plan_{int(h)}_{int(w)}_{int(remove)}_{triton}"
+    batch, n, _ = x.shape
+    name = "_".join(["plan", *(str(int(side)) for side in scope.grid), str(int(remove))])
+    name = f"{name}_{triton}"
     tensor = scope.patch.kept.tensor
     plan = MergePlan(
         tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
@@ -90,11 +108,6 @@ def _memory(scope: Scope, x: Tensor, remove: int, triton: bool) -> tuple[MergePl
         f"{name}_{batch}_clock", (2 + times,), torch.float32, x.device, fill=float("-inf")
     )
     return plan, clock
-
-
-def _cells(scope: Scope) -> Cells:
-    _, h, w = scope.grid
-    return cells_of(scope.settings, h, w)
 
 
 def _key(scope: Scope) -> int:

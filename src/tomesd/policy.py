@@ -4,15 +4,42 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .cost import Device, Launcher, find_launcher, merging_pays
 from .grids import cells_of, level_merges, level_of, removable
+from .kernels import Cells
 from .settings import Settings
-from .state import Call, Decision, Grid, LeftAlone
+from .state import Call, Decision, Grid, LeftAlone, Segment, tokens_removed
+from .volume import Volume
 
-__all__ = ["Work", "decide", "explain_nothing"]
+__all__ = ["Layout", "LayoutPart", "Work", "decide", "decide_layout", "explain_nothing"]
 
-Removes = tuple[tuple[tuple[str, ...], int], ...]
+
+@dataclass(frozen=True)
+class LayoutPart:
+    tokens: int
+    grid: Grid | None = None
+    """None: not on a grid, and so left alone."""
+    reference: bool = False
+    """Whether it is a reference image, whose output is discarded."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a transformer's sequence of image tokens is made of."""
+
+    size: tuple[int, int]
+    """Height and width of the latent."""
+    grid: Grid
+    """Of the image or video that is made."""
+    parts: tuple[LayoutPart, ...]
+    start: Tensor | None = None
+    """Where they begin in a joint sequence, `[B]`, if items differ in that."""
+
+    @property
+    def tokens(self) -> int:
+        return sum([part.tokens for part in self.parts])
 
 
 @dataclass(frozen=True)
@@ -33,38 +60,66 @@ class Work:
 
 
 def decide(call: Call, grid: Grid, work: Work) -> Decision:
-    """What merges in the blocks on a grid; it is noted in the call."""
+    """What merges in the blocks of a UNet on a grid; it is noted in the call."""
+    settings, size = call.settings, grid[1:]
+    level = level_of(call.size, size)
+    # In a UNet, the first attention is the finest.
+    finest = call.decisions[0].grid if call.decisions else grid
+    named = settings.level_ratios is not None and level in settings.level_ratios
+    segments: dict[tuple[str, ...], tuple[Segment, ...]] = {}
+    if named or level_merges(settings.max_downsample, call.size, finest[1:], size):
+        # By ratio, because tokens may be symbols to the compiler, which it would have to look up.
+        kinds: dict[float, tuple[str, ...]] = {}
+        for kind in settings.kinds:
+            wanted = settings.ratio_of(kind, level, _ratio(call))
+            kinds[wanted] = (*kinds.get(wanted, ()), kind)
+        segments = {k: (_segment(settings, grid, wanted),) for wanted, k in kinds.items()}
+    return _decide(call, Decision(grid, work.blocks, size[0] * size[1], segments), work)
+
+
+def decide_layout(call: Call, layout: Layout, work: Work) -> Decision:
+    """What merges in the blocks of a transformer; it is noted in the call."""
+    settings, ratio = call.settings, _ratio(call)
+    of_references = ratio if settings.reference_ratio is None else settings.reference_ratio
+    parts = []
+    for part in layout.parts:
+        wanted = of_references if part.reference else ratio
+        if part.grid is None or ratio == 0:
+            parts.append(Segment(part.tokens))
+        else:
+            parts.append(_segment(settings, part.grid, wanted))
+    decision = Decision(layout.grid, work.blocks, layout.tokens, {settings.kinds: tuple(parts)})
+    decision.start = layout.start
+    return _decide(call, decision, work)
+
+
+def _decide(call: Call, decision: Decision, work: Work) -> Decision:
+    """Drops what merges nothing or does not pay, and notes the decision."""
     settings = call.settings
-    decision = Decision(grid, work.blocks, {}, number=len(call.decisions))
-    decision.level = level_of(call.size, grid[1:])
-    decision.removes = _removes(call, decision)
+    decision.level = level_of(call.size, decision.grid[1:])
+    decision.number = len(call.decisions)
+    decision.segments = {
+        kinds: parts
+        for kinds, parts in decision.segments.items()
+        if settings.active and tokens_removed(parts) > 0
+    }
     call.decisions.append(decision)
-    if decision.removes and settings.when == "if_faster":
+    if decision.segments and settings.when == "if_faster":
         decision.left_alone = _reason_to_leave(settings, decision, work)
         if decision.left_alone != "":
-            decision.removes = {}
+            decision.segments = {}
     return decision
 
 
-def _removes(call: Call, decision: Decision) -> dict[tuple[str, ...], int]:
-    settings, (frames, *grid) = call.settings, decision.grid
-    # In a UNet, the first attention is the finest.
-    finest = call.decisions[0].grid if call.decisions else decision.grid
-    level = decision.level
-    named = settings.level_ratios is not None and level in settings.level_ratios
-    if not settings.active or not (
-        named or level_merges(settings.max_downsample, call.size, finest[1:], tuple(grid))
-    ):
-        return {}
-    ratio = settings.ratio if call.ratio is None else call.ratio
-    cells = cells_of(settings, *grid)
-    # By ratio, because tokens may be symbols to the compiler, which it would have to look up.
-    kinds: dict[float, tuple[str, ...]] = {}
-    for kind in settings.kinds:
-        wanted = settings.ratio_of(kind, level, ratio)
-        kinds[wanted] = (*kinds.get(wanted, ()), kind)
-    removes = {kinds: removable(settings, cells, wanted) for wanted, kinds in kinds.items()}
-    return {kinds: frames * remove for kinds, remove in removes.items() if remove > 0}
+def _ratio(call: Call) -> float:
+    return call.settings.ratio if call.ratio is None else call.ratio
+
+
+def _segment(settings: Settings, grid: Grid, ratio: float) -> Segment:
+    """Tokens on a grid, of which a ratio is to be removed."""
+    volume = Volume.of(grid, settings.sy, settings.sx, settings.st or 1, settings.search)
+    removes = tuple([removable(settings, part.cells, ratio) for part in volume.parts])
+    return Segment(volume.tokens, volume, removes)
 
 
 def _reason_to_leave(settings: Settings, decision: Decision, work: Work) -> LeftAlone:
@@ -72,7 +127,8 @@ def _reason_to_leave(settings: Settings, decision: Decision, work: Work) -> Left
     # The rule looks at settings that are numbers and words.
     what = (
         cells_of(settings, *decision.grid[1:]),
-        tuple(decision.removes.items()),
+        decision.tokens,
+        tuple([(kinds, tokens_removed(s)) for kinds, s in decision.segments.items()]),
         settings.target or "attn",
         settings.share or "block",
         settings.proportional,
@@ -85,13 +141,21 @@ def _reason_to_leave(settings: Settings, decision: Decision, work: Work) -> Left
 
 @functools.lru_cache(maxsize=1024)
 def _pays(
-    launcher: Launcher, cells, removes: Removes, target: str, share: str, proportional: bool, work: Work
+    launcher: Launcher,
+    cells: Cells,
+    tokens: int,
+    removes: tuple[tuple[tuple[str, ...], int], ...],
+    target: str,
+    share: str,
+    proportional: bool,
+    work: Work,
 ) -> bool:
     return merging_pays(
         Device.of(work.device, launcher),
         batch=work.batch,
         channels=work.channels,
         cells=cells,
+        tokens=tokens,
         removes=dict(removes),
         target=target,
         blocks=work.blocks,

@@ -23,6 +23,7 @@ from .proportional import Proportion
 from .schedule import Timeline, ratio_at
 from .selectors import SELECTORS
 from .settings import MergeWarning, Settings
+from .volume import Volume
 
 __all__ = [
     "Call",
@@ -37,6 +38,7 @@ __all__ = [
     "is_idle",
     "refuse_outside",
     "run_inside",
+    "tokens_removed",
 ]
 
 Grid = tuple[int, int, int]
@@ -117,15 +119,18 @@ _ratio_at._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a transformer's image tokens."""
+    """A part of the image tokens, and how many of it go."""
 
     tokens: int
-    grid: Grid | None = None
-    """None: not on a grid, and so left alone."""
-    reference: bool = False
-    """Whether it is a reference image, whose output is discarded."""
-    remove: int = 0
-    """Tokens to remove."""
+    volume: Volume | None = None
+    """Its frames and cells. None: it is left alone."""
+    removes: tuple[int, ...] = ()
+    """Tokens to remove from each group of frames, for each part of the volume."""
+
+    @property
+    def remove(self) -> int:
+        """Tokens to remove in all."""
+        return 0 if self.volume is None else self.tokens - self.volume.slots(self.removes)
 
 
 @dataclass(eq=False)
@@ -134,32 +139,31 @@ class Decision:
 
     grid: Grid
     blocks: int
-    removes: dict[tuple[str, ...], int]
-    """Tokens that are removed, by the kinds of layers that have a plan in common."""
+    tokens: int
+    """Image tokens: those of the grid, and of references."""
+    segments: dict[tuple[str, ...], tuple[Segment, ...]] = field(default_factory=dict)
+    """What they are made of and how many go, by the kinds of layers that have a plan in common.
+    Empty: nothing merges."""
     left_alone: LeftAlone = ""
-    """Why nothing is removed, although something could be."""
+    """Why nothing merges, although something could."""
     level: int = 1
     """How many times smaller than the latent the grid is."""
-    segments: "tuple[Segment, ...]" = ()
-    """Of a transformer: what its sequence of image tokens is made of. Of a UNet: the grid alone."""
     start: Tensor | None = None
     """Where the image's tokens begin in a joint sequence, `[B]`, if items differ in that."""
     number: int = 0
     """Of the decision in the call."""
     merging: int = 0
-    """Blocks that have begun to merge."""
-
-    @property
-    def tokens(self) -> int:
-        """Image tokens, all segments together."""
-        if not self.segments:
-            return self.grid[0] * self.grid[1] * self.grid[2]
-        return sum([segment.tokens for segment in self.segments])
+    """Blocks or regions that have begun to merge."""
 
     @property
     def remove(self) -> int:
         """The most tokens that any layer removes."""
-        return max([0, *self.removes.values()])  # the compiler knows no default
+        # The compiler knows no default of max.
+        return max([0, *[tokens_removed(parts) for parts in self.segments.values()]])
+
+
+def tokens_removed(segments: tuple[Segment, ...]) -> int:
+    return sum([segment.remove for segment in segments])
 
 
 @dataclass(eq=False)
@@ -260,7 +264,7 @@ def is_idle(patch: Patch) -> bool:
     scope = _thread.scope
     if scope is None or scope.decision is None:
         return False
-    return not scope.decision.removes and scope.call.patch is patch
+    return not scope.decision.segments and scope.call.patch is patch
 
 
 def run_inside(scope: Scope | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

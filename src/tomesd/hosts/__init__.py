@@ -1,35 +1,22 @@
-"""Finds the modules to patch in a model, from the tables of the host families."""
+"""Finds the models to patch, and the modules in them, by the tables of the hosts."""
 
-import inspect
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from ..patch import original_class
-from ..roles import Block, Layer, Norm, Projection, Role, Root, Stack
-from . import diffusers, ldm
-from .noise import find_noise
-from .table import (
-    ALIGNED,
-    ATTENTION,
-    BLOCK,
-    CONTEXT,
-    INTERLEAVED,
-    LAYERS,
-    NORM,
-    PROJECTIONS,
-    UNFUSED,
-)
+from ..regions import Role
+from ..schedule import Timeline
+from ..settings import Settings
+from . import registry, transformers, unets  # noqa: F401
+from .names import class_names
+from .timeline import find_timeline
+from .transformers import Transformer, find_row
 
-__all__ = ["Target", "UnsupportedModelError", "find_modules", "find_noise", "find_targets"]
+__all__ = ["FoundModel", "UnsupportedModelError", "find_models", "find_modules", "find_timeline"]
 
-_FAMILIES = diffusers.FAMILIES + ldm.FAMILIES
-_STACKS = {name: path for family in _FAMILIES for name, path in family.stacks.items()}
-_DIRECT = {code: having for family in _FAMILIES for code, having in family.direct.items()}
-_TIMESTEPS = ("timestep", "timesteps")
+Site = tuple[nn.Module, Role]
 
 
 class UnsupportedModelError(RuntimeError):
@@ -37,31 +24,65 @@ class UnsupportedModelError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Target:
-    """One model to patch: a UNet, a transformer, a ControlNet."""
+class FoundModel:
+    """One model to patch: a UNet, a transformer, a ControlNet, or a part of one."""
 
     name: str
     module: nn.Module
     rooted: bool
     """Whether `module` receives the timestep."""
-    sites: tuple[tuple[nn.Module, Role], ...]
-    """What to patch, and in which role. A module with two roles appears twice, inner first."""
+    row: Transformer | None = None
+    """Of a diffusion transformer: what the table says about it."""
+
+    def settings(self, asked: Settings) -> Settings:
+        """The settings with what is best for this kind of model where nothing was given.
+
+        Raises:
+            ValueError: an option means nothing on this model.
+        """
+        if self.row is None:
+            unets.check_options(asked, type(self.module).__name__)
+            return asked.filled(**unets.DEFAULTS)
+        self.row.check_options(asked)
+        return asked.filled(**transformers.DEFAULTS)
+
+    def timeline(self, of_scheduler: Timeline) -> Timeline:
+        """How its times run: as the table says, or as the scheduler of the pipeline does."""
+        known = self.row.timeline if self.row is not None else None
+        return of_scheduler if known is None else known
+
+    def sites(self, settings: Settings) -> list[Site]:
+        """What to patch, and in which role. A module with two roles appears twice, inner first."""
+        if self.row is not None:
+            return list(transformers.sites(self.module, self.row, settings))
+        if unets.BLOCK in class_names(self.module):
+            return list(unets.block_sites(self.module, settings))
+        sites: list[Site] = list(unets.stack_sites(self.module, settings))
+        root = unets.root_role(self.module) if self.rooted else None
+        return [*sites, (self.module, root)] if root is not None else sites
+
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks in the model."""
+        if self.row is not None:
+            return sum(len(getattr(self.module, part.path)) for part in self.row.lists)
+        return sum(unets.BLOCK in class_names(m) for m in self.module.modules())
 
 
-def find_targets(model: Any) -> list[Target]:
+def find_models(model: Any) -> list[FoundModel]:
     """The models to patch in a pipeline, a model, or a wrapper around one."""
-    targets: list[Target] = []
+    found: list[FoundModel] = []
     for name, module in find_modules(model).items():
-        found = list(_targets(name, module))
-        known = {id(target.module) for target in targets}
-        targets += [target for target in found if id(target.module) not in known]
-    if not targets:
-        families = "; ".join(family.name for family in _FAMILIES)
+        known = {id(other.module) for other in found}
+        found += [other for other in _models(name, module) if id(other.module) not in known]
+    if not found:
+        supported = "; ".join((*unets.NAMES, transformers.name_all()))
         raise UnsupportedModelError(
             f"tomesd found no transformer block it knows in this {type(model).__name__}. "
-            f"Supported: {families}. Give a pipeline, one of these models, or a wrapper around one."
+            f"Supported: {supported}. Give a pipeline, one of these models, or a wrapper around "
+            "one."
         )
-    return targets
+    return found
 
 
 def find_modules(model: Any) -> dict[str, nn.Module]:
@@ -78,117 +99,26 @@ def find_modules(model: Any) -> dict[str, nn.Module]:
     return {}
 
 
-def _targets(name: str, module: nn.Module) -> Iterator[Target]:
-    if BLOCK in _class_names(module):
-        yield Target(name, module, False, tuple(_block_sites(module)))
+def _models(name: str, module: nn.Module) -> Iterator[FoundModel]:
+    row = find_row(module)
+    if row is not None:
+        if row.reason:
+            raise UnsupportedModelError(f"tomesd cannot merge tokens in {row.name}: {row.reason}")
+        yield FoundModel(name, module, True, row)
         return
-    sites = tuple(_stack_sites(module))
-    if not sites:
+    if unets.BLOCK in class_names(module):
+        yield FoundModel(name, module, False)
         return
-    root = _root_role(module)
-    if root is not None:
-        yield Target(name, module, True, (*sites, (module, root)))
-    elif _stack_name(module) is not None:
-        yield Target(name, module, False, sites)
+    if not any(unets.is_stack(m) or find_row(m) is not None for m in module.modules()):
+        return
+    if unets.root_role(module) is not None and not _holds_transformer(module):
+        yield FoundModel(name, module, True)
+    elif unets.is_stack(module):
+        yield FoundModel(name, module, False)
     else:  # a wrapper: the model is further in
         for child_name, child in module.named_children():
-            yield from _targets(f"{name}.{child_name}", child)
+            yield from _models(f"{name}.{child_name}", child)
 
 
-def _stack_sites(module: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
-    for stack in module.modules():
-        stack_name = _stack_name(stack)
-        blocks = getattr(stack, "transformer_blocks", None)
-        if stack_name is None or blocks is None:
-            continue
-        found = [block for block in blocks.modules() if BLOCK in _class_names(block)]
-        together = not hasattr(stack, INTERLEAVED)
-        for block in found:
-            first, last = block is found[0], block is found[-1]
-            yield from _block_sites(block, first or not together, last or not together)
-        path = _STACKS[stack_name]
-        side = (operator.attrgetter(path)(stack) if path else None) or 1
-        yield stack, Stack(_parameters(stack)[0], side)
-
-
-def _block_sites(
-    block: nn.Module, opens: bool = True, closes: bool = True
-) -> Iterator[tuple[nn.Module, Role]]:
-    for attribute, kind in LAYERS.items():
-        layer = getattr(block, attribute, None)
-        layer = getattr(layer, "_orig_mod", layer)  # compiled on its own
-        if not isinstance(layer, nn.Module):
-            continue
-        names = _parameters(layer)
-        if kind == "attn":
-            yield from _projection_sites(layer)
-        context = names[1] if len(names) > 1 and names[1] in CONTEXT else ""
-        yield layer, Layer(names[0], kind, ALIGNED.get(kind, ()), context)
-    method = "_forward" if hasattr(type(block), "_forward") else "forward"
-    parameters = tuple(_parameters(block, method))
-    code = _direct_code(block, method)
-    if code:
-        norm = getattr(block, NORM)
-        yield norm, Norm(_parameters(norm)[0])
-    role = Block(
-        parameters[0],
-        opens,
-        closes,
-        aligned=tuple(name for names in ALIGNED.values() for name in names),
-        names=parameters,
-        attention=ATTENTION,
-        unfused=_unfused(getattr(block, ATTENTION, None)),
-        norm=NORM,
-        code=code,
-    )
-    yield block, role
-
-
-def _direct_code(block: nn.Module, method: str) -> str:
-    """The module with the block's code, if that hands what its norm gives to self-attention."""
-    code: str = getattr(original_class(block), method).__module__
-    having = _DIRECT.get(code)
-    # A norm of another kind may give more than a tensor.
-    if having is None or not isinstance(getattr(block, NORM, None), nn.LayerNorm):
-        return ""
-    fits = all(getattr(block, name, ...) == value for name, value in having.items())
-    return code if fits else ""
-
-
-def _unfused(attention: Any) -> tuple[str, ...]:
-    """What does attention that writes its scores to memory: processors, or the class itself."""
-    if not isinstance(attention, nn.Module) or hasattr(attention, "processor"):
-        return UNFUSED
-    cls = original_class(attention)
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return (cls.__name__,) if code is not None and "einsum" in code.co_names else ()
-
-
-def _projection_sites(attention: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
-    for part in PROJECTIONS:
-        module = getattr(attention, part, None)
-        if isinstance(module, nn.ModuleList | nn.Sequential):  # the projection and a dropout
-            module = module[0]
-        if isinstance(module, nn.Module):
-            yield module, Projection(_parameters(module)[0], part)  # type: ignore[arg-type]
-
-
-def _root_role(module: nn.Module) -> Root | None:
-    names = _parameters(module)
-    for position, name in enumerate(names):
-        if name in _TIMESTEPS:
-            return Root(names[0], name, position)
-    return None
-
-
-def _stack_name(module: nn.Module) -> str | None:
-    return next((name for name in _class_names(module) if name in _STACKS), None)
-
-
-def _class_names(module: nn.Module) -> list[str]:
-    return [cls.__name__ for cls in type(module).__mro__]
-
-
-def _parameters(module: nn.Module, method: str = "forward") -> list[str]:
-    """Names of the parameters of a method, without self."""
-    return list(inspect.signature(getattr(original_class(module), method)).parameters)[1:]
+def _holds_transformer(module: nn.Module) -> bool:
+    return any(find_row(child) is not None for child in module.modules())

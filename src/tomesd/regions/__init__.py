@@ -16,19 +16,18 @@ part of the generated class, so they can be pickled, and equal ones share a clas
 
 from .block import Block, Member
 from .layers import Layer, Projection
-from .model import Layout, Segment, Stack, TransformerRoot, UNetRoot
+from .model import Given, Stack, TransformerRoot, UNetRoot
 from .role import Role
 from .tokens import Along, Tokens
 
 __all__ = [
     "Along",
     "Block",
+    "Given",
     "Layer",
-    "Layout",
     "Member",
     "Projection",
     "Role",
-    "Segment",
     "Stack",
     "Tokens",
     "TransformerRoot",

@@ -58,15 +58,16 @@ class Block(_AnyBlock):
         x = self.tokens.take(args, kwargs)
         scope = self.scope_at(module, patch, x)
         assert scope.decision is not None
-        if not scope.decision.removes:
+        if not scope.decision.segments:
             return inner(*args, **kwargs)
         reason = self.reason_to_skip(scope, x, None)
         if reason:
             patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
             return inner(*args, **kwargs)
-        scope = Scope(scope.call, scope.decision, place=scope.next_place())
-        for kinds, remove in scope.decision.removes.items():
-            plan = find_plan(scope, module, x, remove)
+        decision = scope.decision
+        scope = Scope(scope.call, decision, place=scope.next_place())
+        for kinds, segments in decision.segments.items():
+            plan = find_plan(scope, module, x, segments)
             scope.plans.update(dict.fromkeys(kinds, plan))
         output = run_inside(scope, inner, *args, **kwargs)
         note_output(scope.call, scope.place, output)
@@ -91,7 +92,7 @@ class Member(_AnyBlock):
             scope.region = None
             return self._close(scope, region, output)
         assert scope.decision is not None
-        if not scope.decision.removes:
+        if not scope.decision.segments:
             return inner(*args, **kwargs)
         reason = self.reason_to_skip(scope, x, self.tokens.given_refused(args, kwargs))
         if reason:
@@ -110,12 +111,13 @@ class Member(_AnyBlock):
         decision, x = scope.decision, self.tokens.take(args, kwargs)
         place = scope.next_place()
         inside = Scope(scope.call, decision, place=place)
+        (segments,) = decision.segments.values()
         if not self.tokens.joint:
-            plan = find_plan(inside, module, x, decision.remove)
+            plan = find_plan(inside, module, x, segments)
             along = self.tokens.cut_along(plan, decision, args, kwargs)
             return OpenRegion(plan, x, plan.merge(x), along, place)
         start = self.tokens.start(x.shape[1], decision)
-        plan = find_plan(inside, module, _part(x, start, decision.tokens), decision.remove)
+        plan = find_plan(inside, module, _part(x, start, decision.tokens), segments)
         along = self.tokens.cut_along(plan, decision, args, kwargs)
         plan = plan.placed(start, x.shape[1])
         return OpenRegion(plan, x, plan.merge(x), along, place)
@@ -147,4 +149,4 @@ def _square_scope(patch: Patch, x: Tensor) -> Scope:
         f"tomesd merged nothing: {x.shape[1]} tokens are not a square, and a block patched "
         "on its own cannot know their grid; patch the model around it"
     )
-    return Scope(call, Decision((1, side, side), 1, {}))
+    return Scope(call, Decision((1, side, side), 1, side * side))

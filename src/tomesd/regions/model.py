@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ..planning import note_guidance, recall_guidance
-from ..policy import Work, decide, decide_segments, explain_nothing
-from ..state import Call, Patch, Scope, Segment, current_scope, refuse_outside, run_inside
+from ..policy import Layout, Work, decide, decide_layout, explain_nothing
+from ..state import Call, Patch, Scope, current_scope, refuse_outside, run_inside
 from .role import Inner, Role
 
-__all__ = ["Given", "Layout", "Stack", "TransformerRoot", "UNetRoot", "score_heads"]
+__all__ = ["Given", "Stack", "TransformerRoot", "UNetRoot", "score_heads"]
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,6 @@ class Given:
     def __getitem__(self, name: str) -> Any:
         place = self.names.index(name) if name in self.names else len(self.args)
         return self.args[place] if place < len(self.args) else self.kwargs.get(name)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a transformer's sequence of image tokens is made of."""
-
-    size: tuple[int, int]
-    """Height and width of the latent."""
-    segments: tuple[Segment, ...]
-    start: Tensor | None = None
-    """Where they begin in a joint sequence, `[B]`, if items differ in that."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +88,7 @@ class TransformerRoot(_Root):
         work = Work(
             tensor.device, size, tensor.shape[0], self.channels, patch.blocks, patch.blocks
         )
-        decision = decide_segments(call, layout.segments, work)
-        decision.start = layout.start
+        decision = decide_layout(call, layout, work)
         output = run_inside(Scope(call, decision), inner, *args, **kwargs)
         self.finish_call(call)
         return output

@@ -1,0 +1,151 @@
+"""UNets, and transformers built of the same block: where their regions are.
+
+All of them descend from one transformer block, and agree on the names in it.
+"""
+
+import inspect
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..patch import original_class
+from ..regions import Block, Layer, Member, Projection, Role, Stack, Tokens, UNetRoot
+from ..settings import Settings
+from .names import class_names, parameters
+
+__all__ = ["BLOCK", "DEFAULTS", "NAMES", "block_sites", "is_stack", "root_role", "stack_sites"]
+
+NAMES = (
+    "Diffusers (Stable Diffusion 1, 2, XL and others with a UNet2DConditionModel, their "
+    "ControlNets, AnimateDiff, Stable Video Diffusion, UNet3D, DiT, PixArt)",
+    "Stable Diffusion v1 / v2 and Latent Diffusion (ldm, sgm, Forge, ComfyUI)",
+)
+"""As users know them."""
+
+DEFAULTS: dict[str, Any] = {"target": "attn", "share": "block", "start": 0.0, "end": 1.0}
+"""What options that depend on the kind of model are, unless they are given."""
+
+BLOCK = "BasicTransformerBlock"
+
+# Classes that hold the blocks: name to where they keep the side of the patch that becomes a token
+# (None: each pixel of the feature map is one). They take the feature map as their first argument.
+# Temporal transformers (TransformerTemporalModel, AnimateDiffTransformer3D) hold the same blocks,
+# but their tokens are frames. They are not named here, so they are left alone.
+_STACKS = {
+    "Transformer2DModel": "config.patch_size",
+    "DiTTransformer2DModel": "config.patch_size",
+    "PixArtTransformer2DModel": "config.patch_size",
+    "TransformerSpatioTemporalModel": None,
+    "SpatialTransformer": None,  # of ldm
+}
+
+_ATTENTION = "attn1"
+_LAYERS = {_ATTENTION: "attn", "attn2": "crossattn", "ff": "mlp"}
+"""Layers of a block: attribute to kind."""
+
+_REFUSED = {"attn": ("attention_mask", "mask"), "crossattn": ("ip_adapter_masks",)}
+"""Arguments of a layer that line up with its tokens: kind to names."""
+
+_CONTEXT = ("encoder_hidden_states", "context")
+"""What attention calls the parameter with what it attends to."""
+
+_UNFUSED = ("AttnProcessor", "SlicedAttnProcessor", "CustomDiffusionAttnProcessor")
+"""Processors of attention that write its scores to memory."""
+
+_PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
+"""Linear layers of attention, or what holds them."""
+
+_INTERLEAVED = "temporal_transformer_blocks"
+"""Where a stack keeps blocks that run between the others, on the frames of a video."""
+
+_TIMESTEPS = ("timestep", "timesteps")
+
+
+def is_stack(module: nn.Module) -> bool:
+    return any(name in _STACKS for name in class_names(module))
+
+
+def root_role(module: nn.Module) -> UNetRoot | None:
+    """The role of a model that receives the timestep; None if it does not."""
+    names = parameters(module)
+    time = next((name for name in names if name in _TIMESTEPS), None)
+    return None if time is None else UNetRoot(tuple(names), time)
+
+
+def stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
+    """The stacks in a model, and what is in them: modules and their roles."""
+    for stack in module.modules():
+        blocks = getattr(stack, "transformer_blocks", None)
+        if not is_stack(stack) or blocks is None:
+            continue
+        found = [block for block in blocks.modules() if BLOCK in class_names(block)]
+        together = settings.target == "stack" and not hasattr(stack, _INTERLEAVED)
+        for block in found:
+            first, last = block is found[0] or not together, block is found[-1] or not together
+            yield from block_sites(block, settings, first, last)
+        path = next(_STACKS[name] for name in class_names(stack) if name in _STACKS)
+        attention = getattr(found[0], _ATTENTION, None) if found else None
+        yield (
+            stack,
+            Stack(
+                parameters(stack)[0],
+                (operator.attrgetter(path)(stack) if path else None) or 1,
+                getattr(getattr(attention, "to_q", None), "in_features", 0),
+                _ATTENTION,
+                _unfused(attention),
+            ),
+        )
+
+
+def block_sites(
+    block: nn.Module, settings: Settings, first: bool = True, last: bool = True
+) -> Iterator[tuple[nn.Module, Role]]:
+    """A block and its layers, as far as they have a role."""
+    refused = tuple(name for names in _REFUSED.values() for name in names)
+    method = "_forward" if hasattr(type(block), "_forward") else "forward"
+    names = tuple(parameters(block, method))
+    tokens = Tokens(names, names[0], refused=refused)
+    if settings.whole_blocks:
+        yield block, Member(tokens, first, last)
+        return
+    for attribute, kind in _LAYERS.items():
+        layer = getattr(block, attribute, None)
+        layer = getattr(layer, "_orig_mod", layer)  # compiled on its own
+        if not isinstance(layer, nn.Module) or kind not in settings.layers:
+            continue
+        if kind == "attn" and settings.proportional:
+            yield from _projection_sites(layer)
+        names = tuple(parameters(layer))
+        context = names[1] if len(names) > 1 and names[1] in _CONTEXT else ""
+        yield layer, Layer(Tokens(names, names[0], refused=_REFUSED.get(kind, ())), kind, context)
+    yield block, Block(tokens)
+
+
+def _unfused(attention: Any) -> tuple[str, ...]:
+    """What does attention that writes its scores to memory: processors, or the class itself."""
+    if not isinstance(attention, nn.Module) or hasattr(attention, "processor"):
+        return _UNFUSED
+    cls = original_class(attention)
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    return (cls.__name__,) if code is not None and "einsum" in code.co_names else ()
+
+
+def _projection_sites(attention: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
+    for part in _PROJECTIONS:
+        module = getattr(attention, part, None)
+        if isinstance(module, nn.ModuleList | nn.Sequential):  # the projection and a dropout
+            module = module[0]
+        if isinstance(module, nn.Module):
+            yield module, Projection(part)  # type: ignore[arg-type]
+
+
+def check_options(settings: Settings, model: str) -> None:
+    """Refuses options that mean nothing on a UNet."""
+    for name in ("depth", "st", "reference_ratio"):
+        value = getattr(settings, name)
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r}: means nothing on a {model}, only on diffusion transformers"
+            )

@@ -1,0 +1,35 @@
+"""The tiny transformers of `zoo_dit` behave like models: what other tests take for granted."""
+
+import pytest
+import torch
+from zoo_dit import DITS, Dit, alone
+
+from tomesd.hosts.inputs import example_inputs
+
+
+@pytest.fixture(params=DITS.values(), ids=DITS)
+def dit(request: pytest.FixtureRequest) -> Dit:
+    return request.param
+
+
+def test_a_batch_is_its_items_one_by_one(dit: Dit) -> None:
+    model = dit.build()
+    inputs = dit.inputs(batch=2)
+    output = dit.run(model, inputs)
+    assert torch.equal(output, dit.run(dit.build(), dit.inputs(batch=2)))
+    assert output.isfinite().all()
+    assert output.std() > 0.1
+    assert (output[0] - output[1]).abs().max() > 0.1
+    for k in range(2):
+        torch.testing.assert_close(dit.run(model, alone(inputs, k))[0], output[k])
+
+
+def test_inputs_are_made_up_for_it(dit: Dit) -> None:
+    model = dit.build()
+    inputs = example_inputs(model, dit.size, 1, dit.frames)
+    assert inputs is not None
+    shape = dit.run(model, dit.inputs(batch=1)).shape
+    result = dit.run(model, inputs)
+    assert result.isfinite().all()
+    if dit.change is None:
+        assert result.shape == shape

@@ -1,0 +1,547 @@
+"""Tiny, seeded diffusion transformers of diffusers, and inputs for them.
+
+Every `Dit` builds one model with random weights. Its inputs are those of `example_inputs`, filled
+with noise; item k of a batch is drawn from a seed of its own, so it is the same at every batch size
+and `alone` can take it out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+from zoo_diffusers import TEXT, noise
+
+from tomesd.hosts import inputs as host_inputs
+
+Inputs = dict[str, Any]
+# (inputs, height, width, frames) -> inputs, with what makes a case out of the plain call
+Change = Callable[[Inputs, int, int, int], Inputs]
+
+# Arguments without a batch axis: one for all items.
+SHARED = {
+    "img_ids", "txt_ids", "image_rotary_emb", "ofs", "num_frames", "height", "width",
+    "audio_num_frames", "indices_latents", "indices_latents_clean", "indices_latents_history_2x",
+    "indices_latents_history_4x", "position_ids", "visual_rope_pos", "text_rope_pos",
+    "enable_diffusion_forcing",
+}  # fmt: skip
+# Arguments whose batch axis is not the first one.
+BATCH_AXIS = {"encoder_hidden_states_llama3": 1}
+
+
+@dataclass(frozen=True)
+class Dit:
+    """One model: how to build it, what to feed it, which tensor of its output counts.
+
+    Args:
+        kind: name of the class in diffusers.
+        config: its arguments.
+        size: latent height and width of a small call.
+        frames: latent frames of a small call of a model of videos.
+        change: what is different from the plain call of the class.
+    """
+
+    name: str
+    kind: str
+    config: dict[str, Any]
+    size: tuple[int, int] = (12, 8)
+    frames: int = 3
+    change: Change | None = None
+
+    def build(self) -> Any:
+        """The model, the same at every call."""
+        return seeded(getattr(diffusers, self.kind), **self.config)
+
+    def inputs(
+        self,
+        batch: int = 2,
+        size: tuple[int, int] | None = None,
+        frames: int | None = None,
+        seed: int = 0,
+    ) -> Inputs:
+        """Keyword arguments of one call: noise, and texts and timesteps of each item's own."""
+        size, frames = size or self.size, frames or self.frames
+        plain = host_inputs.example_inputs(_shapes_of(self.name), size, batch, frames, TEXT)
+        assert plain is not None, f"no inputs known for {self.kind}"
+        # Fewer tokens of audio and of a picture given as text than the models were trained with.
+        if "image_embeds" in plain:
+            plain["image_embeds"] = plain["image_embeds"][:, :TEXT]
+        if self.change is not None:
+            plain = self.change(plain, *size, frames)
+        return {
+            name: _timesteps(value)
+            if name in ("timestep", "timesteps", "t", "sigma")
+            else _filled(value, seed, salt, BATCH_AXIS.get(name, 0))
+            for salt, (name, value) in enumerate(plain.items())
+        }
+
+    def output(self, result: Any) -> Tensor:
+        """The picture or video of what a call returned; lists of items become [B, ...]."""
+        sample = result if isinstance(result, Tensor) else result[0]
+        return torch.stack(sample) if isinstance(sample, list) else sample
+
+    def run(self, model: Callable[..., Any], inputs: Inputs) -> Tensor:
+        """One call without gradients."""
+        with torch.no_grad():
+            return self.output(model(**inputs, return_dict=False))
+
+
+def alone(inputs: Inputs, k: int) -> Inputs:
+    """Item k of a batch of inputs, as a batch of one."""
+    return {name: _item(name, value, k) for name, value in inputs.items()}
+
+
+def _item(name: str, value: Any, k: int) -> Any:
+    if name in SHARED or value is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.narrow(BATCH_AXIS.get(name, 0), k, 1)
+    if isinstance(value, tuple) or name in LAYERS:  # tensors [B, ...], one per layer
+        return type(value)(part[k : k + 1] for part in value)
+    return value[k : k + 1]  # a list of the items
+
+
+# Arguments that are a list of one tensor [B, ...] per layer, not of one entry per item.
+LAYERS = {"text_encoder_layers", "id_vit_hidden"}
+
+
+def _filled(value: Any, seed: int, salt: int, axis: int = 0) -> Any:
+    """Noise instead of the zeros in `value`, of items apart along the batch axis."""
+    if isinstance(value, dict):
+        return {name: _filled(inner, seed, salt + 100) for name, inner in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], Tensor):
+        if value[0].is_floating_point():
+            stacked = noise(len(value), *value[0].shape, seed=seed, salt=salt)
+            return list(stacked)
+        return value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        shape = value.movedim(axis, 0).shape
+        return noise(*shape, seed=seed, salt=salt).movedim(0, axis)
+    return value
+
+
+def _timesteps(value: Tensor) -> Tensor:
+    """0.3, 0.4, ... of the items: a time that every convention has, early or late."""
+    times = 0.3 + 0.1 * torch.arange(len(value), dtype=torch.float32)
+    return times.view(-1, *[1] * (value.ndim - 1)).expand(value.shape).clone()
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Any:
+    """Build a module from `seed` without touching the global RNG; every parameter has an effect.
+
+    Zeros, gates near zero and memory that waits for a checkpoint become noise.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(True)  # makes memory that nobody filled NaN
+        try:
+            module = make(*args, **kwargs)
+        finally:
+            torch.use_deterministic_algorithms(before)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                _wake(parameter)
+    return module.eval().requires_grad_(False)
+
+
+def _wake(parameter: Tensor) -> None:
+    if parameter.ndim == 0:
+        parameter.fill_(0.6)
+    elif parameter.isnan().any() or not parameter.any():
+        parameter.normal_(std=0.15)
+    elif parameter.ndim > 1:
+        usual = math.prod(parameter.shape[1:]) ** -0.5
+        if parameter.std() < 0.3 * usual:
+            parameter.normal_(std=min(0.15, usual))
+
+
+@functools.cache
+def _shapes_of(name: str) -> Any:
+    return DITS[name].build()
+
+
+FLUX: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 3,
+    "num_single_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 6, 6),
+}
+FLUX_POOLED = FLUX | {"pooled_projection_dim": 24}
+FLUX2 = FLUX | {"axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16}
+SD3: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "num_layers": 4,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 32,
+    "caption_projection_dim": 32,
+    "pooled_projection_dim": 24,
+    "out_channels": 4,
+    "pos_embed_max_size": 24,
+}
+QWEN: dict[str, Any] = {
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 32,
+    "axes_dims_rope": (4, 6, 6),
+}
+ZIMAGE: dict[str, Any] = {
+    "in_channels": 4,
+    "dim": 32,
+    "n_layers": 4,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 24,
+    "axes_dims": [4, 6, 6],
+    "axes_lens": [256, 64, 64],
+}
+LUMINA2: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "hidden_size": 48,
+    "num_layers": 4,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "multiple_of": 16,
+    "axes_dim_rope": (4, 4, 4),
+    "axes_lens": (300, 32, 32),
+    "cap_feat_dim": 24,
+}
+AURA: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "num_mmdit_layers": 3,
+    "num_single_dit_layers": 4,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 32,
+    "caption_projection_dim": 32,
+    "out_channels": 4,
+    "pos_embed_max_size": 256,
+}
+HIDREAM: dict[str, Any] = {
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 3,
+    "num_single_layers": 3,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "caption_channels": [32, 24],
+    "text_emb_dim": 24,
+    "axes_dims_rope": (4, 6, 6),
+    "max_resolution": (16, 16),
+    "llama_layers": (0, 1, 1, 2, 2, 2),
+}
+HUNYUAN_IMAGE: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 3,
+    "num_single_layers": 3,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 32,
+    "rope_axes_dim": (8, 8),
+}
+HUNYUAN_DIT: dict[str, Any] = {
+    "sample_size": 16,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "in_channels": 4,
+    "patch_size": 2,
+    "hidden_size": 32,
+    "num_layers": 6,
+    "cross_attention_dim": 32,
+    "cross_attention_dim_t5": 24,
+    "pooled_projection_dim": 8,
+    "text_len": 7,
+    "text_len_t5": 5,
+    "activation_fn": "gelu-approximate",
+}
+COGVIEW: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "text_embed_dim": 32,
+    "time_embed_dim": 16,
+    "condition_dim": 4,
+    "pos_embed_max_size": 16,
+    "sample_size": 16,
+}
+WAN: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 32,
+    "freq_dim": 32,
+    "ffn_dim": 64,
+    "num_layers": 4,
+    "rope_max_seq_len": 32,
+}
+WAN_I2V = WAN | {"in_channels": 9, "image_dim": 24, "added_kv_proj_dim": 32}
+HUNYUAN_VIDEO: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 3,
+    "num_single_layers": 3,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 32,
+    "pooled_projection_dim": 24,
+    "rope_axes_dim": (4, 6, 6),
+}
+FRAMEPACK = HUNYUAN_VIDEO | {
+    "has_image_proj": True,
+    "image_proj_dim": 24,
+    "has_clean_x_embedder": True,
+}
+HUNYUAN_15: dict[str, Any] = {
+    "in_channels": 9,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 4,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 32,
+    "text_embed_2_dim": 24,
+    "image_embed_dim": 24,
+    "rope_axes_dim": (4, 6, 6),
+}
+COGVIDEOX: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "time_embed_dim": 16,
+    "text_embed_dim": 32,
+    "num_layers": 4,
+    "sample_width": 8,
+    "sample_height": 12,
+    "sample_frames": 9,
+    "max_text_seq_length": 7,
+}
+LTX: dict[str, Any] = {
+    "in_channels": 8,
+    "out_channels": 8,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "cross_attention_dim": 32,
+    "num_layers": 4,
+    "caption_channels": 24,
+}
+LTX2 = LTX | {
+    "audio_in_channels": 6,
+    "audio_out_channels": 6,
+    "audio_num_attention_heads": 2,
+    "audio_attention_head_dim": 8,
+    "audio_cross_attention_dim": 16,
+}
+MOCHI: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 4,
+    "pooled_projection_dim": 24,
+    "in_channels": 4,
+    "text_embed_dim": 32,
+    "time_embed_dim": 8,
+    "max_sequence_length": 16,
+}
+ALLEGRO: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 24,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 4,
+    "cross_attention_dim": 48,
+    "sample_width": 8,
+    "sample_height": 12,
+    "sample_frames": 3,
+    "caption_channels": 24,
+}
+EASYANIMATE: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "patch_size": 2,
+    "sample_width": 8,
+    "sample_height": 12,
+    "num_layers": 4,
+    "mmdit_layers": 3,
+    "time_embed_dim": 8,
+    "text_embed_dim": 32,
+}
+LATTE: dict[str, Any] = {
+    "sample_size": 8,
+    "num_layers": 4,
+    "patch_size": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "caption_channels": 24,
+    "in_channels": 4,
+    "out_channels": 8,
+    "cross_attention_dim": 32,
+    "attention_bias": True,
+    "activation_fn": "gelu-approximate",
+    "num_embeds_ada_norm": 1000,
+    "norm_type": "ada_norm_single",
+    "norm_elementwise_affine": False,
+    "norm_eps": 1e-6,
+    "video_length": 3,
+}
+
+
+def _reference_flux(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """A reference of 2 x 3 tokens behind the picture, as Kontext and Flux 2 have it."""
+    hidden, ids = inputs["hidden_states"], inputs["img_ids"]
+    rows, columns = torch.meshgrid(torch.arange(2), torch.arange(3), indexing="ij")
+    more = ids.new_zeros(6, ids.shape[1])
+    more[:, 0] = 1 if ids.shape[1] == 3 else 10
+    more[:, 1], more[:, 2] = rows.flatten(), columns.flatten()
+    return inputs | {
+        "hidden_states": hidden.new_zeros(len(hidden), hidden.shape[1] + 6, hidden.shape[2]),
+        "img_ids": torch.cat([ids, more]),
+    }
+
+
+def _reference_qwen(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """A reference of 2 x 3 tokens behind the picture."""
+    hidden = inputs["hidden_states"]
+    return inputs | {
+        "hidden_states": hidden.new_zeros(len(hidden), hidden.shape[1] + 6, hidden.shape[2]),
+        "img_shapes": [[*shapes, (1, 2, 3)] for shapes in inputs["img_shapes"]],
+    }
+
+
+def _time_per_token(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """As the pipeline of Wan 2.2 5B gives it: [B, tokens]."""
+    tokens = frames * (height // 2) * (width // 2)
+    return inputs | {"timestep": inputs["timestep"][:, None].expand(-1, tokens)}
+
+
+def _uneven(name: str) -> Change:
+    """Texts of different lengths: item k hides its last k tokens."""
+
+    def change(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+        mask = inputs[name].clone()
+        for k in range(len(mask)):
+            mask[k, mask.shape[1] - k :] = False
+        return inputs | {name: mask}
+
+    return change
+
+
+_HUNYUAN = "HunyuanVideoTransformer3DModel"
+_COGVIDEOX = "CogVideoXTransformer3DModel"
+DITS = {
+    dit.name: dit
+    for dit in (
+        Dit("flux", "FluxTransformer2DModel", FLUX_POOLED | {"guidance_embeds": True}),
+        Dit("flux_schnell", "FluxTransformer2DModel", FLUX_POOLED),
+        Dit("flux_kontext", "FluxTransformer2DModel", FLUX_POOLED, change=_reference_flux),
+        Dit("flux2", "Flux2Transformer2DModel", FLUX2),
+        Dit("flux2_edit", "Flux2Transformer2DModel", FLUX2, change=_reference_flux),
+        Dit(
+            "chroma",
+            "ChromaTransformer2DModel",
+            FLUX
+            | {
+                "approximator_num_channels": 8,
+                "approximator_hidden_dim": 16,
+                "approximator_layers": 1,
+            },
+        ),
+        Dit("sd3", "SD3Transformer2DModel", SD3),
+        Dit(
+            "sd35",
+            "SD3Transformer2DModel",
+            SD3 | {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)},
+        ),
+        Dit("qwen", "QwenImageTransformer2DModel", QWEN),
+        Dit("qwen_edit", "QwenImageTransformer2DModel", QWEN, change=_reference_qwen),
+        Dit(
+            "qwen_edit_2511",
+            "QwenImageTransformer2DModel",
+            QWEN | {"zero_cond_t": True},
+            change=_reference_qwen,
+        ),
+        Dit("zimage", "ZImageTransformer2DModel", ZIMAGE),
+        Dit("lumina2", "Lumina2Transformer2DModel", LUMINA2),
+        Dit(
+            "lumina2_uneven",
+            "Lumina2Transformer2DModel",
+            LUMINA2,
+            change=_uneven("encoder_attention_mask"),
+        ),
+        Dit("auraflow", "AuraFlowTransformer2DModel", AURA),
+        Dit("hidream", "HiDreamImageTransformer2DModel", HIDREAM),
+        Dit("hunyuan_image", "HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, size=(6, 4)),
+        Dit("hunyuan_dit", "HunyuanDiT2DModel", HUNYUAN_DIT),
+        Dit("cogview3", "CogView3PlusTransformer2DModel", COGVIEW),
+        Dit("cogview4", "CogView4Transformer2DModel", COGVIEW | {"rope_axes_dim": (16, 16)}),
+        Dit("wan", "WanTransformer3DModel", WAN),
+        Dit("wan_i2v", "WanTransformer3DModel", WAN_I2V),
+        Dit("wan_ti2v", "WanTransformer3DModel", WAN, change=_time_per_token),
+        Dit(
+            "wan_vace",
+            "WanVACETransformer3DModel",
+            WAN | {"vace_layers": [0, 2], "vace_in_channels": 12},
+        ),
+        Dit("hunyuan_video", _HUNYUAN, HUNYUAN_VIDEO),
+        Dit(
+            "hunyuan_video_uneven",
+            _HUNYUAN,
+            HUNYUAN_VIDEO,
+            change=_uneven("encoder_attention_mask"),
+        ),
+        Dit(
+            "hunyuan_video_i2v",
+            _HUNYUAN,
+            HUNYUAN_VIDEO | {"image_condition_type": "token_replace"},
+        ),
+        Dit("framepack", "HunyuanVideoFramepackTransformer3DModel", FRAMEPACK, size=(8, 8)),
+        Dit("hunyuan_video15", "HunyuanVideo15Transformer3DModel", HUNYUAN_15, size=(6, 4)),
+        Dit("cogvideox_2b", _COGVIDEOX, COGVIDEOX),
+        Dit("cogvideox_5b", _COGVIDEOX, COGVIDEOX | {"use_rotary_positional_embeddings": True}),
+        Dit(
+            "cogvideox_15",
+            _COGVIDEOX,
+            COGVIDEOX
+            | {
+                "use_rotary_positional_embeddings": True,
+                "patch_size_t": 2,
+                "patch_bias": False,
+                "ofs_embed_dim": 16,
+            },
+            frames=4,
+        ),
+        Dit("ltx", "LTXVideoTransformer3DModel", LTX, size=(6, 4)),
+        Dit("ltx2", "LTX2VideoTransformer3DModel", LTX2, size=(6, 4)),
+        Dit("ltx2_split", "LTX2VideoTransformer3DModel", LTX2 | {"rope_type": "split"}, (6, 4)),
+        Dit("mochi", "MochiTransformer3DModel", MOCHI),
+        Dit("allegro", "AllegroTransformer3DModel", ALLEGRO),
+        Dit("easyanimate", "EasyAnimateTransformer3DModel", EASYANIMATE),
+        Dit("latte", "LatteTransformer3DModel", LATTE, size=(8, 8)),
+    )
+}

@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .hosts import find_modules, find_noise, find_targets
+from .hosts import FoundModel, find_models, find_modules, find_timeline
 from .patch import patch_of, restore, swap
-from .planning import shared_plan
-from .presets import Preset, changed
+from .presets import Preset
 from .presets import preset as preset_options
-from .roles import Block, Layer, Norm, Projection, Role
 from .settings import (
+    DEFAULT,
     Backend,
+    Depth,
     Metric,
     Protect,
     Schedule,
@@ -24,7 +24,7 @@ from .settings import (
     Target,
     When,
 )
-from .shared import Patch
+from .state import Patch
 
 __all__ = ["apply_patch", "patched", "remove_patch"]
 
@@ -34,113 +34,85 @@ _Model = TypeVar("_Model")
 
 def apply_patch(
     model: _Model,
-    ratio: float = 0.5,
-    max_downsample: int | None = None,
-    sx: int = 2,
-    sy: int = 2,
-    use_rand: bool = True,
-    merge_attn: bool = True,
-    merge_crossattn: bool = False,
-    merge_mlp: bool = False,
+    ratio: float = DEFAULT,
+    max_downsample: int | None = DEFAULT,
+    sx: int = DEFAULT,
+    sy: int = DEFAULT,
+    use_rand: bool = DEFAULT,
+    merge_attn: bool = DEFAULT,
+    merge_crossattn: bool = DEFAULT,
+    merge_mlp: bool = DEFAULT,
     *,
-    seed: int = 0,
-    window: int | None = None,
-    share: Share = "block",
-    refresh: int = 4,
-    when: When = "if_faster",
-    backend: Backend = "auto",
-    selector: Selector = "bipartite",
-    metric: Metric = "input",
-    target: Target = "attn",
-    proportional: bool = False,
-    schedule: Schedule = None,
-    ratio_end: float | None = None,
-    start: float = 0.0,
-    end: float = 1.0,
-    tau: float | None = None,
-    level_ratios: Mapping[int, float] | None = None,
-    kind_ratios: Mapping[str, float] | None = None,
-    protect: Protect = None,
-    protect_share: float = 0.1,
+    seed: int = DEFAULT,
+    window: int | None = DEFAULT,
+    share: Share | None = DEFAULT,
+    refresh: int = DEFAULT,
+    when: When = DEFAULT,
+    backend: Backend = DEFAULT,
+    selector: Selector = DEFAULT,
+    metric: Metric = DEFAULT,
+    target: Target | None = DEFAULT,
+    depth: Depth | None = DEFAULT,
+    st: int | None = DEFAULT,
+    reference_ratio: float | None = DEFAULT,
+    proportional: bool = DEFAULT,
+    schedule: Schedule = DEFAULT,
+    ratio_end: float | None = DEFAULT,
+    start: float | None = DEFAULT,
+    end: float | None = DEFAULT,
+    tau: float | None = DEFAULT,
+    level_ratios: Mapping[int, float] | None = DEFAULT,
+    kind_ratios: Mapping[str, float] | None = DEFAULT,
+    protect: Protect = DEFAULT,
+    protect_share: float = DEFAULT,
     preset: Preset | None = None,
 ) -> _Model:
     """Makes `model` merge tokens. Patching again replaces the patch before.
 
     Args:
         model: a diffusers pipeline or model, an ldm model, or a wrapper around one. It is changed
-            in place. A pipeline's ControlNet is patched too.
-        ratio, max_downsample, sx, sy, use_rand, merge_attn, merge_crossattn, merge_mlp, seed,
-            window, share, refresh, when, backend, selector, metric, target, proportional, schedule,
-            ratio_end, start, end, tau, level_ratios, kind_ratios, protect, protect_share: see
-            `Settings`.
+            in place. All denoisers of a pipeline are patched, and its ControlNets.
         preset: "quality", "balanced" or "fast": settings that have been measured. Options that are
-            given besides, and differ from their defaults, win over it.
+            given besides win over it.
+        all others: see `Settings`, which also has their defaults.
 
     Returns:
         `model` itself.
 
     Raises:
-        ValueError, TypeError: an option is out of range or of the wrong type.
+        ValueError, TypeError: an option is out of range or of the wrong type, or means nothing on
+            this model.
         UnsupportedModelError: no known transformer block in the model.
             Whichever is raised, the model is as it was.
     """
-    settings = Settings(
-        ratio=ratio,
-        max_downsample=max_downsample,
-        sx=sx,
-        sy=sy,
-        use_rand=use_rand,
-        merge_attn=merge_attn,
-        merge_crossattn=merge_crossattn,
-        merge_mlp=merge_mlp,
-        seed=seed,
-        window=window,
-        share=share,
-        refresh=refresh,
-        when=when,
-        backend=backend,
-        selector=selector,
-        metric=metric,
-        target=target,
-        proportional=proportional,
-        schedule=schedule,
-        ratio_end=ratio_end,
-        start=start,
-        end=end,
-        tau=tau,
-        level_ratios=level_ratios,
-        kind_ratios=kind_ratios,
-        protect=protect,
-        protect_share=protect_share,
-    )
-    if preset is not None:
-        settings = Settings(**{**preset_options(preset), **changed(settings)})
-    targets = find_targets(model)
-    noise = find_noise(model)
-    noise.check(settings)
+    given = {name: value for name, value in locals().items() if value is not DEFAULT}
+    del given["model"], given["preset"]
+    options = {} if preset is None else preset_options(preset)
+    asked = Settings(**{**options, **given})
+    found = find_models(model)
+    patches = [_make_patch(model, part, asked) for part in found]
     remove_patch(model)
-    settings.warn_if_capped()
+    asked.warn_if_capped()
     try:
-        for place in targets:
-            blocks = sum(isinstance(role, Block) for _, role in place.sites)
-            patch = Patch(settings, place.rooted, shared_plan, noise, blocks)
-            for module, role in place.sites:
-                if _plays(role, settings):
-                    swap(module, role, patch)
+        for part, patch in zip(found, patches, strict=True):
+            _swap_all(part, patch)
     except BaseException:
         remove_patch(model)  # nothing is half applied
         raise
-    _log.info("merging tokens in %s", ", ".join(place.name for place in targets))
+    _log.info("merging tokens in %s", ", ".join(part.name for part in found))
     return model
 
 
-def _plays(role: Role, settings: Settings) -> bool:
-    """Whether a role is needed: a wrapper that does nothing still takes time."""
-    if isinstance(role, Layer):
-        return role.kind in settings.layers
-    if isinstance(role, Norm):
-        return settings.target == "attn" and "attn" in settings.layers
-    return settings.proportional or not isinstance(role, Projection)
+def _make_patch(model: Any, part: FoundModel, asked: Settings) -> Patch:
+    settings = part.settings(asked)
+    timeline = part.timeline(find_timeline(model))
+    timeline.check(settings)
+    return Patch(settings, asked, part.rooted, timeline, part.blocks)
+
+
+def _swap_all(part: FoundModel, patch: Patch) -> None:
+    for module, role in part.sites(patch.settings):
+        swap(module, role, patch)
 
 
 def remove_patch(model: _Model) -> _Model:
@@ -153,14 +125,15 @@ def remove_patch(model: _Model) -> _Model:
 @contextmanager
 def patched(model: _Model, *args: Any, **options: Any) -> Iterator[_Model]:
     """`apply_patch(model, ...)` for the time of a `with` block; then what was before is back."""
-    before = next((patch_of(module) for module in _patched_modules(model)), None)
+    before = [(part, patch_of(part.module)) for part in find_models(model)]
     apply_patch(model, *args, **options)
     try:
         yield model
     finally:
         remove_patch(model)
-        if before is not None:
-            apply_patch(model, **vars(before.settings))
+        for part, patch in before:
+            if patch is not None:
+                _swap_all(part, patch)
 
 
 def _patched_modules(model: Any) -> list[nn.Module]:

@@ -7,15 +7,12 @@ import torch
 from torch import nn
 
 from .api import patched
-from .grids import level_of
-from .hosts import Target, UnsupportedModelError, find_targets
+from .hosts import FoundModel, UnsupportedModelError, find_models
 from .hosts.inputs import example_inputs
 from .kernels import Cells
 from .patch import patch_of
-from .policy import Call, Frame, Visit
-from .roles import run_inside
 from .settings import Settings
-from .shared import LeftAlone, Patch
+from .state import Call, Decision, LeftAlone, Patch, Scope, run_inside
 
 __all__ = ["Description", "Level", "Part", "describe"]
 
@@ -26,8 +23,10 @@ class Level:
 
     downsample: int
     """How many times smaller than the latent."""
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
+    """Rows and columns of tokens; of a video, frames before them."""
     blocks: int
+    """That work on merged tokens, where any do."""
     tokens: int
     merged_tokens: int
     """Tokens that the merged layers work on; equal to `tokens` where nothing is merged."""
@@ -44,6 +43,8 @@ class Part:
     """None if the model is not patched."""
     latent: tuple[int, int]
     levels: tuple[Level, ...]
+    blocks: int
+    """All transformer blocks of the model."""
     flops: int
     """Floating-point operations of one call without merging."""
     merged_flops: int
@@ -62,7 +63,7 @@ class Part:
             merged = str(level.merged_tokens) if level.merged_tokens < level.tokens else "-"
             if level.left_alone:
                 merged = f"left alone: {level.left_alone}"
-            grid = f"{level.grid[0]}x{level.grid[1]}"
+            grid = "x".join(map(str, level.grid))
             cells = (f"1/{level.downsample}", grid, str(level.blocks), str(level.tokens), merged)
             rows.append(cells)
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -76,7 +77,7 @@ class Part:
         if all(level.merged_tokens == level.tokens for level in self.levels):
             return "nothing is merged"
         target = self.settings.target
-        kinds = " + ".join(self.settings.kinds if target == "attn" else (target,))
+        kinds = " + ".join(self.settings.kinds) if target == "attn" else target
         return (
             f"{kinds} merged at ratio {self.settings.ratio:g}, "
             f"{self.saved:.1%} of {self.flops / 1e9:.3g} GFLOPs saved"
@@ -92,64 +93,78 @@ class Description:
 
 
 def describe(
-    model: Any, height: int = 512, width: int = 512, *, batch: int = 2, inputs: Any = None
+    model: Any,
+    height: int = 512,
+    width: int = 512,
+    num_frames: int | None = None,
+    *,
+    batch: int = 2,
+    inputs: Any = None,
 ) -> Description:
-    """What merges where at an image size: levels, blocks, tokens, and the share of FLOPs saved.
+    """What merges where at an image size: regions, blocks, tokens, and the share of FLOPs saved.
 
     The model runs on shapes without data: nothing is computed, and its weights are not touched.
+    Where the ratio changes on the way, this is the call at which it is `ratio`.
 
     Args:
         model: as in `apply_patch`, patched or not.
         height, width: of the image, in pixels.
+        num_frames: of a video; a few if None. Models of images ignore it.
         batch: of one call of the model; guidance runs conditional and unconditional as 2.
         inputs: keyword arguments of the model's forward, for models whose inputs we cannot make up.
     """
     scale = getattr(model, "vae_scale_factor", 8)
-    for name, value in (("height", height), ("width", width)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < scale:
-            raise ValueError(f"{name}={value!r}: must be an int of at least {scale} pixels")
+    least = {"height": scale, "width": scale, "num_frames": 1}
+    for name, value in (("height", height), ("width", width), ("num_frames", num_frames or 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least[name]:
+            unit = "" if name == "num_frames" else " pixels"
+            raise ValueError(f"{name}={value!r}: must be an int of at least {least[name]}{unit}")
     size = (height // scale, width // scale)
-    targets = [target for target in find_targets(model) if target.rooted]
-    if not targets:
+    frames = 8
+    if num_frames is not None:
+        frames = (num_frames - 1) // getattr(model, "vae_scale_factor_temporal", 4) + 1
+    found = [part for part in find_models(model) if part.rooted]
+    if not found:
         raise UnsupportedModelError(
             f"describe needs a whole model, which receives the timestep; {type(model).__name__} "
             "is a part of one"
         )
-    if any(patch_of(target.module) is not None for target in targets):
-        return Description(tuple(_part(target, size, batch, inputs) for target in targets))
+    if any(patch_of(part.module) is not None for part in found):
+        return Description(tuple(_part(part, size, frames, batch, inputs) for part in found))
     with patched(model, ratio=0.0):
-        parts = (_part(target, size, batch, inputs) for target in targets)
+        parts = (_part(part, size, frames, batch, inputs) for part in found)
         return Description(tuple(replace(part, settings=None) for part in parts))
 
 
-def _part(target: Target, size: tuple[int, int], batch: int, inputs: Any) -> Part:
+def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inputs: Any) -> Part:
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    patch = patch_of(target.module)
+    module, patch = found.module, patch_of(found.module)
     assert patch is not None
+    if inputs is None:
+        inputs = example_inputs(module, size, batch, frames)
+    if inputs is None:
+        raise UnsupportedModelError(
+            f"describe cannot make up inputs for {type(module).__name__}; "
+            "pass them: describe(model, height, width, inputs={...})"
+        )
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        given = inputs if inputs is not None else example_inputs(target.module, size, batch)
-        if given is None:
-            raise UnsupportedModelError(
-                f"describe cannot make up inputs for {type(target.module).__name__}; "
-                "pass them: describe(model, height, width, inputs={...})"
-            )
-        flops, _ = _run(target.module, patch, Settings(ratio=0.0), size, given)
+        flops, _ = _run(module, patch, Settings(ratio=0.0), size, inputs)
         settings = patch.settings
         if settings.share == "steps":  # nothing made here may be kept for a real call
             settings = replace(settings, share="level")
-        merged_flops, visits = _run(target.module, patch, settings, size, given)
-    levels = _levels(visits, size)
-    return Part(target.name, patch.settings, size, levels, flops, merged_flops)
+        merged_flops, decisions = _run(module, patch, settings, size, inputs)
+    levels = _levels(decisions)
+    return Part(found.name, patch.settings, size, levels, patch.blocks, flops, merged_flops)
 
 
 def _run(
     module: nn.Module, patch: Patch, settings: Settings, size: tuple[int, int], inputs: Any
-) -> tuple[int, list[Visit]]:
-    """Operations of one call, and the stacks of blocks that it came through."""
+) -> tuple[int, list[Decision]]:
+    """Operations of one call, and what was decided in it."""
     from torch.utils.flop_counter import FlopCounterMode  # looks for triton
 
-    call = Call(size)
+    call = Call(patch, settings, size)
     # What torch's counter has no entry for: one attention kernel, and ours.
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     matching = torch.ops.tomesd.match_tokens
@@ -158,8 +173,8 @@ def _run(
         custom_mapping={cpu_attention: _attention_flops, matching: _matching_flops},
     )
     with counter, torch.compiler.set_stance("force_eager"):
-        run_inside(Frame(patch, call, settings), module, **inputs)
-    return counter.get_total_flops(), call.visits
+        run_inside(Scope(call), module, **inputs)
+    return counter.get_total_flops(), call.decisions
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
@@ -174,15 +189,13 @@ def _matching_flops(metric: Any, *rest: Any, **__: Any) -> int:
     return 2 * batch * cells.comparisons * channels
 
 
-def _levels(visits: list[Visit], size: tuple[int, int]) -> tuple[Level, ...]:
+def _levels(decisions: list[Decision]) -> tuple[Level, ...]:
     """One row per grid, finest first."""
-    blocks: dict[tuple[tuple[int, int], int, LeftAlone], int] = {}
-    for visit in visits:
-        key = (visit.grid, visit.remove, visit.left_alone)
-        blocks[key] = blocks.get(key, 0) + visit.blocks
-    levels = []
-    for (grid, remove, left_alone), count in blocks.items():
-        tokens = grid[0] * grid[1]
-        level = level_of(size, grid)
-        levels.append(Level(level, grid, count, tokens, tokens - remove, left_alone))
-    return tuple(sorted(levels, key=lambda level: -level.tokens))
+    levels: dict[Any, Level] = {}
+    for decision in decisions:
+        grid = decision.grid if decision.grid[0] > 1 else decision.grid[1:]
+        left = decision.tokens - decision.remove
+        level = Level(decision.level, grid, 0, decision.tokens, left, decision.left_alone)
+        before = levels.get(level, level)
+        levels[level] = replace(before, blocks=before.blocks + decision.blocks)
+    return tuple(sorted(levels.values(), key=lambda level: -level.tokens))

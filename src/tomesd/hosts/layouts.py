@@ -3,6 +3,7 @@
 Each function takes the model and its arguments, and gives a `Layout`.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def _read_ids(ids: Tensor) -> Layout:
     changes = (picture[1:] != picture[:-1]).nonzero().flatten() + 1
     bounds = [0, *changes.tolist(), len(places)]
     parts = []
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         rows, columns = places[first:last, 1], places[first:last, 2]
         h, w = (int(x.max() - x.min()) + 1 for x in (rows, columns))
         # Row by row, or it is no grid that we know.

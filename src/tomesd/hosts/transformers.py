@@ -98,9 +98,7 @@ class Transformer:
                 raise ValueError(f"{name}={value!r}: means nothing on a {self.name}")
         if settings.target not in (None, *self.targets):
             allowed = ", ".join(map(repr, self.targets))
-            raise ValueError(
-                f"target={settings.target!r}: a {self.name} allows one of {allowed}"
-            )
+            raise ValueError(f"target={settings.target!r}: a {self.name} allows one of {allowed}")
         if settings.metric == "keys":
             raise ValueError(f"metric='keys': a {self.name} allows 'input', 'mean' or 'previous'")
         if isinstance(settings.protect, str):
@@ -136,7 +134,10 @@ def sites(
     names = tuple(parameters(model))
     paths = tuple(part.path for part in row.lists)
     channels = _channels(blocks[0][1])
-    yield model, TransformerRoot(names, row.time, row.layout, row.between, paths, channels)
+    yield (
+        model,
+        TransformerRoot(names, row.time, row.layout, row.between, paths, channels, len(chosen)),
+    )
 
 
 def _within(depth: tuple[float, float] | None, blocks: int) -> range:
@@ -179,6 +180,7 @@ _ROPE = "image_rotary_emb"
 # (cos, sin) [T + N, d], text first; [N, d]
 _ALL_ROWS = Along(_ROPE, (0,), sequence=True, batched=False)
 _IMAGE_ROWS = Along(_ROPE, (0,), batched=False)
+_FREQUENCIES = Along("freqs_cis", (0,), batched=False)
 
 _CONTROL = ("controlnet_block_samples", "controlnet_single_block_samples")
 
@@ -193,11 +195,9 @@ _HUNYUAN = (
         "transformer_blocks",
         output=0,
         text="after",
-        along=(_HUNYUAN_MASK, Along("freqs_cis", (0,), batched=False)),
+        along=(_HUNYUAN_MASK, _FREQUENCIES),
     ),
-    Blocks(
-        "single_transformer_blocks", output=0, text="after", along=(_HUNYUAN_MASK, _IMAGE_ROWS)
-    ),
+    Blocks("single_transformer_blocks", output=0, text="after", along=(_HUNYUAN_MASK, _IMAGE_ROWS)),
 )
 _WAN_ALONG = (Along("rotary_emb", (1,)), Along("temb", (1,), ndim=4))
 _DUAL = Blocks("transformer_blocks", output=0, along=(_IMAGE_ROWS,))
@@ -314,7 +314,10 @@ TRANSFORMERS = (
                 "single_stream_blocks",
                 joint=True,
                 text="after",
-                along=(Along(_ROPE, (1,), sequence=True), Along("hidden_states_masks", (1,))),
+                along=(
+                    Along(_ROPE, (1,), sequence=True),
+                    Along("hidden_states_masks", (1,), sequence=True),
+                ),
                 alone=True,
             ),
         ),
@@ -335,18 +338,18 @@ TRANSFORMERS = (
     ),
     Transformer(
         "HunyuanDiT2DModel",
-        (
-            Blocks(
-                "blocks", along=(_IMAGE_ROWS, Along("skip", (1,), mean=True)), alone=True
-            ),
-        ),
+        (Blocks("blocks", along=(_IMAGE_ROWS, Along("skip", (1,), mean=True)), alone=True),),
         from_image,
         between=("controlnet_block_samples",),
     ),
     Transformer("CogView3PlusTransformer2DModel", (Blocks("transformer_blocks", output=0),)),
     Transformer(
         "CogView4Transformer2DModel",
-        (Blocks("transformer_blocks", output=0, along=(_IMAGE_ROWS,), refused=("attention_mask",)),),
+        (
+            Blocks(
+                "transformer_blocks", output=0, along=(_IMAGE_ROWS,), refused=("attention_mask",)
+            ),
+        ),
         from_image,
         _THOUSAND,
     ),
@@ -388,11 +391,25 @@ TRANSFORMERS = (
     Transformer(
         "ChronoEditTransformer3DModel", (Blocks("blocks", along=_WAN_ALONG),), from_video, _THOUSAND
     ),
+    Transformer("HunyuanVideoTransformer3DModel", _HUNYUAN, from_hunyuan_video, _THOUSAND),
     Transformer(
-        "HunyuanVideoTransformer3DModel", _HUNYUAN, from_hunyuan_video, _THOUSAND
+        "HunyuanVideoFramepackTransformer3DModel",
+        # The frames before are in the sequence of image tokens, in front.
+        tuple(
+            Blocks(path, output=0, joint=True, along=(rows, _HUNYUAN_MASK))
+            for path, rows in (
+                ("transformer_blocks", Along("freqs_cis", (0,), sequence=True, batched=False)),
+                ("single_transformer_blocks", _ALL_ROWS),
+            )
+        ),
+        from_video,
+        _THOUSAND,
     ),
     Transformer(
-        "HunyuanVideo15Transformer3DModel", (_DUAL,), from_video, _THOUSAND
+        "HunyuanVideo15Transformer3DModel",
+        (Blocks("transformer_blocks", output=0, along=(_FREQUENCIES,)),),
+        from_video,
+        _THOUSAND,
     ),
     Transformer("CogVideoXTransformer3DModel", (_DUAL,), from_cogvideox),
     Transformer("ConsisIDTransformer3DModel", (_DUAL,), from_cogvideox, between=("id_cond",)),

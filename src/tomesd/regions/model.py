@@ -74,19 +74,25 @@ class TransformerRoot(_Root):
     lists: tuple[str, ...]
     """Where the blocks are."""
     channels: int
+    """Of its tokens."""
+    merging: int
+    """Blocks that merge."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        if current_scope(patch) is not None:
+        scope = current_scope(patch)
+        if scope is not None and scope.decision is not None:  # entered through __call__ already
             return inner(*args, **kwargs)
         given = Given(self.names, args, kwargs)
         layout = self.read(module, given)
-        like = next(module.parameters())
-        tensor = _first_tensor((*args, *kwargs.values()))
-        call = self.start_call(patch, given, tensor.device, layout.size)
+        latent = _first_tensor((*args, *kwargs.values()))
+        if scope is not None:  # `describe` begins calls of its own
+            call = scope.call
+        else:
+            call = self.start_call(patch, given, latent.device, layout.size)
         call.apart = self._needs_all_tokens(module, given)
-        size = like.element_size() if like.is_floating_point() else 2
+        batch = latent.shape[0] if latent.ndim > 2 else 1
         work = Work(
-            tensor.device, size, tensor.shape[0], self.channels, patch.blocks, patch.blocks
+            latent.device, latent.element_size(), batch, self.channels, self.merging, patch.blocks
         )
         decision = decide_layout(call, layout, work)
         output = run_inside(Scope(call, decision), inner, *args, **kwargs)

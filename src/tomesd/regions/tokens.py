@@ -135,26 +135,32 @@ class Tokens:
         """
         given = [(along, self.get(along.name, args, kwargs)) for along in self.along]
         given = [(along, value) for along, value in given if value is not None]
+        # In a joint sequence, the image is where it is in the input, whatever rows come after it.
+        length = self.take(args, kwargs).shape[1] if self.joint else None
         batch = plan.slot.shape[0]
         if batch == 1 or plan.shared or all(along.batched for along, _ in given):
-            return [self._cut(plan, decision, given)]
+            return [self._cut(plan, decision, given, length)]
         cuts = []
         for item in range(batch):
             own = [(a, take_item(v, item, batch) if a.batched else v) for a, v in given]
-            cuts.append(self._cut(plan.item(item), decision, own))
+            cuts.append(self._cut(plan.item(item), decision, own, length))
         return cuts
 
     def _cut(
-        self, plan: MergePlan, decision: Decision, given: list[tuple[Along, Any]]
+        self,
+        plan: MergePlan,
+        decision: Decision,
+        given: list[tuple[Along, Any]],
+        length: int | None,
     ) -> dict[str, Any]:
         cut: dict[str, Any] = {}
         for along, value in given:
-            rows = cut.get(along.name, value)
             whole = plan
             if along.sequence:
-                length = along.length(rows)
-                whole = plan.placed(self.start(length, decision), length)
-            cut[along.name] = along.cut(rows, whole)
+                rows = along.length(value)
+                start = self.start(rows if length is None else length, decision)
+                whole = plan.placed(start, rows)
+            cut[along.name] = along.cut(cut.get(along.name, value), whole)
         return cut
 
     def call(

@@ -542,6 +542,7 @@ _OWN: dict[str, dict[str, _Rule]] = {
         "image_rotary_emb": _lumina_rope,
         "cross_attention_kwargs": lambda c: {},  # None is the default, and an error
     },
+    "NucleusMoEImageTransformer2DModel": {"img_shapes": lambda c: [(1, *c.grid)] * c.batch},
     "OmniGenTransformer2DModel": {
         "attention_mask": _omnigen_mask,
         "position_ids": lambda c: c.count(c.text + 1 + c.tokens).expand(c.batch, -1),

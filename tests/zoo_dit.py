@@ -24,12 +24,23 @@ Inputs = dict[str, Any]
 # (inputs, height, width, frames) -> inputs, with what makes a case out of the plain call
 Change = Callable[[Inputs, int, int, int], Inputs]
 
+GAIN = 1.4  # how much larger a layer makes a signal
+# Models whose time is 0 ... 1; that of the others is 0 ... 1000.
+UNIT_TIME = {
+    "FluxTransformer2DModel", "Flux2Transformer2DModel", "Flux3Transformer2DModel",
+    "ChromaTransformer2DModel", "QwenImageTransformer2DModel", "ZImageTransformer2DModel",
+    "Lumina2Transformer2DModel", "LuminaNextDiT2DModel", "AuraFlowTransformer2DModel",
+    "OvisImageTransformer2DModel", "LongCatImageTransformer2DModel", "Krea2Transformer2DModel",
+    "NucleusMoEImageTransformer2DModel", "PRXTransformer2DModel", "OmniGenTransformer2DModel",
+}  # fmt: skip
+TIMES = ("timestep", "timesteps", "t", "sigma")
 # Arguments without a batch axis: one for all items.
 SHARED = {
     "img_ids", "txt_ids", "image_rotary_emb", "ofs", "num_frames", "height", "width",
     "audio_num_frames", "indices_latents", "indices_latents_clean", "indices_latents_history_2x",
     "indices_latents_history_4x", "position_ids", "visual_rope_pos", "text_rope_pos",
-    "enable_diffusion_forcing",
+    "enable_diffusion_forcing", "image_cond_ids", "padding_mask",
+    "input_img_latents", "input_image_sizes", "cross_attention_kwargs",
 }  # fmt: skip
 # Arguments whose batch axis is not the first one.
 BATCH_AXIS = {"encoder_hidden_states_llama3": 1}
@@ -75,8 +86,8 @@ class Dit:
         if self.change is not None:
             plain = self.change(plain, *size, frames)
         return {
-            name: _timesteps(value)
-            if name in ("timestep", "timesteps", "t", "sigma")
+            name: _timesteps(value) * (1 if self.kind in UNIT_TIME else 1000)
+            if name in TIMES
             else _filled(value, seed, salt, BATCH_AXIS.get(name, 0))
             for salt, (name, value) in enumerate(plain.items())
         }
@@ -127,15 +138,17 @@ def _filled(value: Any, seed: int, salt: int, axis: int = 0) -> Any:
 
 
 def _timesteps(value: Tensor) -> Tensor:
-    """0.3, 0.4, ... of the items: a time that every convention has, early or late."""
+    """0.3, 0.4, ... for the items."""
     times = 0.3 + 0.1 * torch.arange(len(value), dtype=torch.float32)
     return times.view(-1, *[1] * (value.ndim - 1)).expand(value.shape).clone()
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Any:
-    """Build a module from `seed` without touching the global RNG; every parameter has an effect.
+    """Build a module from `seed` without touching the global RNG; every part has an effect.
 
-    Zeros, gates near zero and memory that waits for a checkpoint become noise.
+    The usual weights of an untrained layer make its output smaller than its input, so that blocks
+    would add little to what they get, and gates and output layers are zero: both get more. Memory
+    that waits for a checkpoint becomes noise.
     """
     before = torch.are_deterministic_algorithms_enabled()
     with torch.random.fork_rng(devices=[]):
@@ -146,20 +159,15 @@ def seeded(make: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: 
         finally:
             torch.use_deterministic_algorithms(before)
         with torch.no_grad():
+            for layer in module.modules():
+                if isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd)):
+                    layer.weight.normal_(std=GAIN * math.prod(layer.weight.shape[1:]) ** -0.5)
             for parameter in module.parameters():
-                _wake(parameter)
+                if parameter.ndim == 0:
+                    parameter.fill_(0.6)
+                elif parameter.isnan().any() or not parameter.any():
+                    parameter.normal_(std=0.15)
     return module.eval().requires_grad_(False)
-
-
-def _wake(parameter: Tensor) -> None:
-    if parameter.ndim == 0:
-        parameter.fill_(0.6)
-    elif parameter.isnan().any() or not parameter.any():
-        parameter.normal_(std=0.15)
-    elif parameter.ndim > 1:
-        usual = math.prod(parameter.shape[1:]) ** -0.5
-        if parameter.std() < 0.3 * usual:
-            parameter.normal_(std=min(0.15, usual))
 
 
 @functools.cache
@@ -410,6 +418,204 @@ LATTE: dict[str, Any] = {
     "norm_eps": 1e-6,
     "video_length": 3,
 }
+FLUX3 = FLUX2 | {"cond_in_channels": 16, "timestep_channels": 16}
+FLUX3.pop("timestep_guidance_channels")
+NUCLEUS = QWEN | {
+    "mlp_ratio": 8.0,  # the width inside is cut down to a multiple of 128
+    "dense_moe_strategy": "leave_first_block_dense",
+    "num_experts": 4,
+    "moe_intermediate_dim": 16,
+    "capacity_factors": 2.0,
+}
+KREA2: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "timestep_embed_dim": 16,
+    "text_hidden_dim": 24,
+    "num_text_layers": 3,
+    "text_num_attention_heads": 2,
+    "text_num_key_value_heads": 2,
+    "text_intermediate_size": 32,
+    "num_layerwise_text_blocks": 1,
+    "num_refiner_text_blocks": 1,
+    "axes_dims_rope": (4, 6, 6),
+}
+LUMINA_NEXT: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_attention_heads": 2,
+    "num_kv_heads": 1,
+    "multiple_of": 16,
+    "cross_attention_dim": 32,
+}
+PRX: dict[str, Any] = {
+    "in_channels": 4,
+    "context_in_dim": 24,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "depth": 4,
+    "axes_dim": [8, 8],
+}
+OMNIGEN: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "num_layers": 4,
+    "in_channels": 4,
+    "time_step_dim": 16,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "pos_embed_max_size": 16,
+    "rope_scaling": {"long_factor": list(range(1, 9)), "short_factor": list(range(1, 9))},
+}
+ERNIE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_layers": 4,
+    "ffn_hidden_size": 64,
+    "in_channels": 8,
+    "out_channels": 8,
+    "text_in_dim": 24,
+    "rope_axes_dim": (4, 6, 6),
+}
+JOY: dict[str, Any] = {
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "text_dim": 24,
+    "num_layers": 4,
+    "rope_dim_list": [4, 6, 6],
+}
+GLM: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "text_embed_dim": 32,
+    "time_embed_dim": 16,
+    "condition_dim": 4,
+    "prior_vq_quantizer_codebook_size": 32,
+}
+SANA: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 4,
+    "attention_head_dim": 8,
+    "num_layers": 4,
+    "num_cross_attention_heads": 4,
+    "cross_attention_head_dim": 8,
+    "cross_attention_dim": 32,
+    "caption_channels": 24,
+    "sample_size": 8,
+}
+WAN_ANIMATE = WAN | {
+    "in_channels": 12,
+    "latent_channels": 4,
+    "image_dim": 24,
+    "added_kv_proj_dim": 32,
+    "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8},
+    "motion_encoder_size": 16,
+    "motion_style_dim": 8,
+    "motion_dim": 4,
+    "motion_encoder_dim": 16,
+    "face_encoder_hidden_dim": 16,
+    "face_encoder_num_heads": 2,
+    "inject_face_latents_blocks": 2,
+}
+CONSISID = COGVIDEOX | {
+    "num_attention_heads": 3,
+    "use_rotary_positional_embeddings": True,
+    "is_train_face": True,
+    "cross_attn_interval": 2,
+    "cross_attn_dim_head": 8,
+    "cross_attn_num_heads": 2,
+    "LFE_id_dim": 6,
+    "LFE_vit_dim": 8,
+    "LFE_depth": 5,
+    "LFE_dim_head": 8,
+    "LFE_num_heads": 2,
+    "LFE_num_id_token": 2,
+    "LFE_num_querie": 4,
+    "LFE_output_dim": 32,  # two thirds of the width
+    "LFE_ff_mult": 1,
+}
+MOTIF: dict[str, Any] = {
+    "in_channels": 9,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 3,
+    "num_single_layers": 5,
+    "num_decoder_layers": 2,
+    "text_embed_dim": 32,
+    "image_embed_dim": 24,
+    "rope_axes_dim": (4, 6, 6),
+}
+COSMOS: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 4,
+    "text_embed_dim": 32,
+    "adaln_lora_dim": 8,
+    "max_size": (4, 16, 16),
+    "concat_padding_mask": False,  # would need torchvision
+}
+KANDINSKY5: dict[str, Any] = {
+    "in_visual_dim": 4,
+    "out_visual_dim": 4,
+    "in_text_dim": 24,
+    "in_text_dim2": 12,
+    "time_dim": 16,
+    "model_dim": 32,
+    "ff_dim": 48,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 4,
+    "axes_dims": (4, 6, 6),
+}
+
+
+def _reference_flux3(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """A reference of 2 x 3 tokens in an argument of its own."""
+    hidden, ids = inputs["hidden_states"], inputs["img_ids"]
+    more = torch.cartesian_prod(*map(torch.arange, (1, 2, 3, 1)))
+    more[:, 0] = 10
+    return inputs | {
+        "image_cond_hidden_states": hidden.new_zeros(len(hidden), 6, hidden.shape[2]),
+        "image_cond_ids": more.to(ids),
+    }
+
+
+def _diffusion_forcing(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """A time per frame: [B, frames]."""
+    times = inputs["timestep"][:, None].expand(-1, frames)
+    return inputs | {"timestep": times, "enable_diffusion_forcing": True}
+
+
+def _time_per_frame(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """As Cosmos has it for video to world: [B, 1, frames, 1, 1]."""
+    return inputs | {
+        "timestep": inputs["timestep"].view(-1, 1, 1, 1, 1).expand(-1, 1, frames, 1, 1)
+    }
+
+
+def _mask(name: str, tokens: str) -> Change:
+    """A mask that a model may go without, for `tokens`: item k hides its last k tokens."""
+
+    def change(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+        full = torch.ones(inputs[tokens].shape[:2], dtype=torch.bool)
+        return _uneven(name)(inputs | {name: full}, height, width, frames)
+
+    return change
 
 
 def _reference_flux(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
@@ -543,5 +749,39 @@ DITS = {
         Dit("allegro", "AllegroTransformer3DModel", ALLEGRO),
         Dit("easyanimate", "EasyAnimateTransformer3DModel", EASYANIMATE),
         Dit("latte", "LatteTransformer3DModel", LATTE, size=(8, 8)),
+        Dit("flux3", "Flux3Transformer2DModel", FLUX3),
+        Dit("flux3_edit", "Flux3Transformer2DModel", FLUX3, change=_reference_flux3),
+        Dit("bria", "BriaTransformer2DModel", FLUX),
+        Dit("bria_fibo", "BriaFiboTransformer2DModel", FLUX | {"text_encoder_dim": 24}),
+        Dit("ovis", "OvisImageTransformer2DModel", FLUX | {"out_channels": 16}),
+        Dit("longcat", "LongCatImageTransformer2DModel", FLUX_POOLED),
+        Dit(
+            "krea2",
+            "Krea2Transformer2DModel",
+            KREA2,
+            change=_mask("encoder_attention_mask", "encoder_hidden_states"),
+        ),
+        Dit("nucleus", "NucleusMoEImageTransformer2DModel", NUCLEUS),
+        Dit("lumina_next", "LuminaNextDiT2DModel", LUMINA_NEXT),
+        Dit(
+            "prx",
+            "PRXTransformer2DModel",
+            PRX,
+            change=_mask("attention_mask", "encoder_hidden_states"),
+        ),
+        Dit("omnigen", "OmniGenTransformer2DModel", OMNIGEN),
+        Dit("ernie", "ErnieImageTransformer2DModel", ERNIE, size=(6, 4)),
+        Dit("joyimage", "JoyImageEditTransformer3DModel", JOY),
+        Dit("glm_image", "GlmImageTransformer2DModel", GLM),
+        Dit("sana", "SanaTransformer2DModel", SANA, size=(6, 4)),
+        Dit("wan_animate", "WanAnimateTransformer3DModel", WAN_ANIMATE),
+        Dit("skyreels", "SkyReelsV2Transformer3DModel", WAN | {"inject_sample_info": True}),
+        Dit("skyreels_df", "SkyReelsV2Transformer3DModel", WAN, change=_diffusion_forcing),
+        Dit("chronoedit", "ChronoEditTransformer3DModel", WAN_I2V),
+        Dit("consisid", "ConsisIDTransformer3DModel", CONSISID),
+        Dit("motif", "MotifVideoTransformer3DModel", MOTIF),
+        Dit("cosmos", "CosmosTransformer3DModel", COSMOS),
+        Dit("cosmos_v2w", "CosmosTransformer3DModel", COSMOS, change=_time_per_frame),
+        Dit("kandinsky5", "Kandinsky5Transformer3DModel", KANDINSKY5),
     )
 }

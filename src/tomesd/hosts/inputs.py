@@ -5,8 +5,9 @@ one table says what belongs to a name, and a row per class says what differs the
 """
 
 import inspect
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -197,18 +198,17 @@ class _Call:
         """Data [B, ...]."""
         return _tensor(self.module, self.batch, *shape)
 
-    def whole(self, *shape: int, value: int = 1) -> Tensor:
+    def whole(self, *shape: int, value: int = 0) -> Tensor:
         """Integers [B, ...]."""
-        device = next(self.module.parameters()).device
-        return torch.full((self.batch, *shape), value, device=device)
+        return _steps(self.module, self.batch).new_full((self.batch, *shape), value)
 
     def mask(self, tokens: int) -> Tensor:
         """A mask [B, tokens] that hides nothing."""
-        return self.whole(tokens).bool()
+        return self.whole(tokens, value=1).bool()
 
-    def grid(self, patch: int = 2) -> tuple[int, int]:
-        """Rows and columns of tokens."""
-        return self.height // patch, self.width // patch
+    def count(self, stop: int, start: int = 0) -> Tensor:
+        """start ... stop - 1."""
+        return torch.arange(start, stop, device=self.whole().device)
 
     def picture(self, channels: int) -> Tensor:
         """[B, channels, height, width]."""
@@ -219,6 +219,16 @@ class _Call:
         frames = self.frames if frames is None else frames
         return self.tensor(channels, frames, self.height, self.width)
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of tokens, of 2x2 pixels in all models that ask."""
+        return self.height // 2, self.width // 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one frame."""
+        return math.prod(self.grid)
+
 
 _Rule = Callable[[_Call], Any]
 
@@ -228,24 +238,32 @@ def _image(call: _Call) -> Tensor:
 
 
 def _packed(call: _Call) -> Tensor:
-    """[B, rows * columns, channels], for models whose pipeline makes tokens of 2x2 pixels."""
-    rows, columns = call.grid()
-    return call.tensor(rows * columns, call.in_channels)
+    """[B, tokens, channels]: the pipeline makes tokens of 2x2 pixels."""
+    return call.tensor(call.tokens, call.in_channels)
 
 
 def _video(call: _Call) -> Tensor:
     return call.video(call.in_channels)
 
 
-def _tokens_of_video(call: _Call) -> Tensor:
+def _packed_video(call: _Call) -> Tensor:
     return call.tensor(call.frames * call.height * call.width, call.in_channels)
 
 
 def _frames_second(call: _Call) -> Tensor:
     """[B, frames, channels, height, width]; as many frames as make whole tokens."""
-    patch = call.patch_size_t or 1
-    frames = -(-call.frames // patch) * patch
+    frames = _frames_of_tokens(call) * (call.patch_size_t or 1)
     return call.tensor(frames, call.in_channels, call.height, call.width)
+
+
+def _frames_of_tokens(call: _Call) -> int:
+    return -(-call.frames // (call.patch_size_t or 1))
+
+
+def _channels_last(call: _Call) -> Tensor:
+    """[B, frames, height, width, channels]; behind the channels, a picture and where it is."""
+    channels = call.in_visual_dim * 2 + 1 if call.visual_cond else call.in_visual_dim
+    return call.tensor(call.frames, call.height, call.width, channels)
 
 
 _TEXT_WIDTHS = (
@@ -265,57 +283,68 @@ def _text(call: _Call) -> Tensor:
     return call.tensor(call.text, width)
 
 
-def _image_ids(call: _Call) -> Tensor:
-    """Positions [tokens, axes]: row and column are the second and third axis everywhere."""
-    rows, columns = call.grid()
-    ids = call.whole(value=0).new_zeros(rows, columns, len(call.axes_dims_rope))
-    ids[..., 1] = torch.arange(rows, device=ids.device)[:, None]
-    ids[..., 2] = torch.arange(columns, device=ids.device)
-    return ids.flatten(0, 1)
+def _text_t5(call: _Call) -> Tensor | None:
+    width = call.text_embed_dim_t5 or call.cross_attention_dim_t5
+    if isinstance(call.caption_channels, (list, tuple)):
+        width = call.caption_channels[0]
+    return call.tensor(call.text_len_t5 or call.text, width) if width else None
 
 
 def _text_ids(call: _Call) -> Tensor:
-    return call.whole(value=0).new_zeros(call.text, len(call.axes_dims_rope))
+    return call.whole().new_zeros(call.text, len(call.axes_dims_rope))
+
+
+def _image_ids(call: _Call) -> Tensor:
+    """Positions [tokens, axes]: row and column are the second and third axis everywhere."""
+    rows, columns = call.grid
+    ids = call.whole().new_zeros(rows, columns, len(call.axes_dims_rope))
+    ids[..., 1] = call.count(rows)[:, None]
+    ids[..., 2] = call.count(columns)
+    return ids.flatten(0, 1)
 
 
 def _cogvideox_rope(call: _Call) -> Any:
-    """(cos, sin), each [tokens, head width], as the pipeline makes them."""
+    """(cos, sin), each [tokens, head width]."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
     if not call.use_rotary_positional_embeddings:
         return None
-    grid = call.grid(call.patch_size)
     return get_3d_rotary_pos_embed(
         embed_dim=call.attention_head_dim,
         crops_coords=None,
-        grid_size=grid,
-        temporal_size=-(-call.frames // (call.patch_size_t or 1)),
+        grid_size=call.grid,
+        temporal_size=_frames_of_tokens(call),
         grid_type="slice",
-        max_size=grid,
+        max_size=call.grid,
         device=call.whole().device,
     )
 
 
 def _hunyuan_dit_rope(call: _Call) -> Any:
-    """(cos, sin), each [tokens, head width], as the pipeline makes them."""
+    """(cos, sin), each [tokens, head width]."""
     from diffusers.models.embeddings import get_2d_rotary_pos_embed
 
-    grid = call.grid(call.patch_size)
-    return get_2d_rotary_pos_embed(
-        call.attention_head_dim, ((0, 0), grid), grid, device=call.whole().device, output_type="pt"
-    )
+    width, device = call.attention_head_dim, call.whole().device
+    region = ((0, 0), call.grid)
+    return get_2d_rotary_pos_embed(width, region, call.grid, device=device, output_type="pt")
+
+
+def _lumina_rope(call: _Call) -> Any:
+    """[384, 384, head width / 2], of which the model takes the rows and columns it has."""
+    from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
+
+    return get_2d_rotary_pos_embed_lumina(call.hidden_size // call.num_attention_heads, 384, 384)
 
 
 def _allegro_rope(call: _Call) -> Any:
     """Tables of (cos, sin) for time, rows and columns, and the positions [1, tokens] in each."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 
-    grid = call.grid(call.patch_size)
     scales = ("interpolation_scale_t", "interpolation_scale_h", "interpolation_scale_w")
     time, rows, columns, *axes = get_3d_rotary_pos_embed_allegro(
         embed_dim=call.attention_head_dim,
-        crops_coords=((0, 0), grid),
-        grid_size=grid,
+        crops_coords=((0, 0), call.grid),
+        grid_size=call.grid,
         temporal_size=call.frames,
         interpolation_scale=tuple(getattr(call, scale) for scale in scales),
         device=call.whole().device,
@@ -324,198 +353,216 @@ def _allegro_rope(call: _Call) -> Any:
     return (time, rows, columns), tuple(axis[None] for axis in positions)
 
 
-def _indices(first: int, count: int) -> _Rule:
-    """Numbers of the frames that an argument of Framepack holds; a negative count: all frames."""
-    return lambda c: torch.arange(first, first + (c.frames if count < 0 else count))
+def _omnigen_mask(call: _Call) -> Tensor:
+    """[B, S, S]: text and time look back only, the picture looks at everything."""
+    before, length = call.text + 1, call.text + 1 + call.tokens
+    mask = call.whole(length, length, value=1).tril()
+    mask[:, before:] = 1
+    return mask
 
 
-_AUDIO_TOKENS = 126  # of five seconds
-_IMAGE_TOKENS = 729  # of SigLIP at 384 pixels
+_AUDIO_TOKENS = 126  # five seconds
+_CLIP_TOKENS, _SIGLIP_TOKENS, _EVA_TOKENS = 257, 729, 577  # a picture for these encoders
 
-# What an argument is for the models that need it: a rule that answers None leaves it out.
+# What an argument is, in whichever model has it: a rule that answers None leaves it out.
 _ARGUMENTS: dict[str, _Rule] = {
-    "timestep": lambda c: c.whole(),
-    "timestep_r": lambda c: c.whole() if c.use_meanflow else None,
+    "timestep": lambda c: c.tensor(),
+    "timesteps": lambda c: c.tensor(),
+    "t": lambda c: c.tensor(),
+    "timestep_r": lambda c: c.tensor() if c.use_meanflow else None,
+    "sigma": lambda c: c.tensor() if c.cross_attn_mod or c.audio_cross_attn_mod else None,
     "guidance": lambda c: c.tensor() if c.guidance_embeds else None,
+    "fps": lambda c: [0] * c.batch if c.inject_sample_info else None,
+    # text
     "encoder_hidden_states": _text,
+    "encoder_hidden_states_t5": _text_t5,
+    "encoder_hidden_states_llama3": lambda c: c.tensor(
+        max(c.llama_layers) + 1, c.text, c.caption_channels[1]
+    ).transpose(0, 1),
     "encoder_attention_mask": lambda c: c.mask(c.text),
-    "encoder_hidden_states_image": lambda c: c.tensor(257, c.image_dim) if c.image_dim else None,
+    "encoder_mask": lambda c: c.mask(c.text),
+    "text_embedding_mask": lambda c: c.mask(c.text),
+    "text_embedding_mask_t5": lambda c: c.mask(c.text_len_t5),
     "pooled_projections": lambda c: (
-        c.tensor(c.pooled_projection_dim) if c.pooled_projection_dim else None
+        c.tensor(width) if (width := c.pooled_projection_dim or c.in_text_dim2) else None
+    ),
+    "pooled_embeds": lambda c: c.tensor(c.text_emb_dim),
+    "cap_feats": lambda c: list(c.tensor(c.text, c.cap_feat_dim)),
+    "text_bth": lambda c: c.tensor(c.text, c.text_in_dim),
+    "text_lens": lambda c: c.whole(value=c.text),
+    "text_encoder_layers": lambda c: [
+        c.tensor(c.text, c.text_encoder_dim) for _ in range(c.num_layers + c.num_single_layers)
+    ],
+    "input_ids": lambda c: c.whole(c.text),
+    # pictures and videos that the output depends on
+    "x": lambda c: [picture[:, None] for picture in _image(c)],
+    "encoder_hidden_states_image": lambda c: (
+        c.tensor(_CLIP_TOKENS, c.image_dim) if c.image_dim else None
     ),
     "image_embeds": lambda c: (
-        c.tensor(_IMAGE_TOKENS, c.image_embed_dim) if c.image_embed_dim else None
+        c.tensor(_SIGLIP_TOKENS, width)
+        if (width := c.image_embed_dim or c.image_proj_dim)
+        else None
     ),
+    "id_cond": lambda c: c.tensor(c.LFE_id_dim) if c.is_train_face else None,
+    "id_vit_hidden": lambda c: (
+        [c.tensor(_EVA_TOKENS, c.LFE_vit_dim) for _ in range(c.LFE_num_scale)]
+        if c.is_train_face
+        else None
+    ),
+    "control_hidden_states": lambda c: c.video(c.vace_in_channels),
+    "pose_hidden_states": lambda c: c.video(c.latent_channels, c.frames - 1),
+    "face_pixel_values": lambda c: c.tensor(
+        3, 4 * (c.frames - 1), c.motion_encoder_size, c.motion_encoder_size
+    ),
+    "inpaint_latents": lambda c: (
+        c.video(left) if (left := c.in_channels - (c.out_channels or c.in_channels)) > 0 else None
+    ),
+    "padding_mask": lambda c: c.picture(1)[:1] if c.concat_padding_mask else None,
+    "prior_token_id": lambda c: c.whole(c.tokens),
+    "prior_token_drop": lambda c: c.whole().bool(),
+    "input_img_latents": lambda c: [],
+    "input_image_sizes": lambda c: {},
+    "audio_hidden_states": lambda c: c.tensor(_AUDIO_TOKENS, c.audio_in_channels),
+    # Framepack: a picture, and 16 + 2 + 1 frames of the past in smaller and smaller patches
+    "latents_clean": lambda c: c.video(c.in_channels, 2),
+    "latents_history_2x": lambda c: c.video(c.in_channels, 2),
+    "latents_history_4x": lambda c: c.video(c.in_channels, 16),
+    "indices_latents_history_4x": lambda c: c.count(17, 1),
+    "indices_latents_history_2x": lambda c: c.count(19, 17),
+    "indices_latents_clean": lambda c: 19 * c.count(2),
+    "indices_latents": lambda c: c.count(20 + c.frames, 20),
+    # sizes and positions
     "img_ids": _image_ids,
     "txt_ids": _text_ids,
-    "img_shapes": lambda c: [[(1, *c.grid())]] * c.batch,
+    "img_shapes": lambda c: [[(1, *c.grid)]] * c.batch,
     "original_size": lambda c: c.whole(2, value=c.height * _PIXELS_PER_LATENT),
     "target_size": lambda c: c.whole(2, value=c.height * _PIXELS_PER_LATENT),
-    "crop_coords": lambda c: c.whole(2, value=0),
+    "crop_coords": lambda c: c.whole(2),
+    "image_meta_size": lambda c: c.whole(6, value=c.height * _PIXELS_PER_LATENT),
+    "style": lambda c: c.whole(),
     "num_frames": lambda c: c.frames,
     "height": lambda c: c.height,
     "width": lambda c: c.width,
+    "audio_num_frames": lambda c: _AUDIO_TOKENS,
+    "visual_rope_pos": lambda c: [c.count(length) for length in (c.frames, *c.grid)],
+    "text_rope_pos": lambda c: c.count(c.text),
 }
-# Masks are given where the model insists on them: without one, nothing is hidden.
+# Given where the model insists on it: without a mask, nothing is hidden.
 _MASKS = {"encoder_attention_mask"}
 
-
-@dataclass(frozen=True)
-class _Row:
-    """What a transformer takes: tokens of text, its main input, and what is its own."""
-
-    text: int
-    hidden_states: _Rule
-    own: dict[str, _Rule] = field(default_factory=dict)
-
-
-# For models that give the embedding of the time the dtype of the time.
-_FLOAT_TIME: dict[str, _Rule] = {"timestep": lambda c: c.tensor()}
-_WAN = _Row(512, _video)
-_TRANSFORMERS: dict[str, _Row] = {
-    # images
-    "FluxTransformer2DModel": _Row(512, _packed),
-    "Flux2Transformer2DModel": _Row(512, _packed),
-    "ChromaTransformer2DModel": _Row(
-        512,
-        _packed,
-        {"attention_mask": lambda c: c.mask(c.text + c.grid()[0] * c.grid()[1])},
-    ),
-    "SD3Transformer2DModel": _Row(333, _image),
-    "QwenImageTransformer2DModel": _Row(256, _packed),
-    "ZImageTransformer2DModel": _Row(
-        128,
-        _image,
-        {
-            "x": lambda c: [picture[:, None] for picture in _image(c)],
-            "cap_feats": lambda c: list(c.tensor(c.text, c.cap_feat_dim)),
-            "t": lambda c: c.whole(),
-        },
-    ),
-    "Lumina2Transformer2DModel": _Row(256, _image),
-    "AuraFlowTransformer2DModel": _Row(256, _image),
-    "HiDreamImageTransformer2DModel": _Row(
-        128,
-        _image,
-        {
-            "timesteps": lambda c: c.whole(),
-            "encoder_hidden_states_t5": lambda c: c.tensor(c.text, c.caption_channels[0]),
-            "encoder_hidden_states_llama3": lambda c: c.tensor(
-                max(c.llama_layers) + 1, c.text, c.caption_channels[1]
-            ).transpose(0, 1),
-            "pooled_embeds": lambda c: c.tensor(c.text_emb_dim),
-            "img_ids": lambda c: None,
-        },
-    ),
-    "HunyuanImageTransformer2DModel": _Row(
-        1000, lambda c: (_image if len(c.patch_size) == 2 else _video)(c), _FLOAT_TIME
-    ),
-    "HunyuanDiT2DModel": _Row(
-        77,
-        _image,
-        {
-            **_FLOAT_TIME,
-            "encoder_hidden_states": lambda c: c.tensor(c.text_len, c.cross_attention_dim),
-            "text_embedding_mask": lambda c: c.mask(c.text_len),
-            "encoder_hidden_states_t5": lambda c: c.tensor(c.text_len_t5, c.cross_attention_dim_t5),
-            "text_embedding_mask_t5": lambda c: c.mask(c.text_len_t5),
-            "image_meta_size": lambda c: c.whole(6),
-            "style": lambda c: c.whole(value=0),
-            "image_rotary_emb": _hunyuan_dit_rope,
-        },
-    ),
-    "CogView3PlusTransformer2DModel": _Row(224, _image),
-    "CogView4Transformer2DModel": _Row(224, _image),
-    # video
-    "WanTransformer3DModel": _WAN,
-    "WanVACETransformer3DModel": _Row(
-        512, _video, {"control_hidden_states": lambda c: c.video(c.vace_in_channels)}
-    ),
-    "HunyuanVideoTransformer3DModel": _Row(256, _video),
-    "HunyuanVideoFramepackTransformer3DModel": _Row(
-        256,
-        _video,
-        {
-            "image_embeds": lambda c: c.tensor(_IMAGE_TOKENS, c.image_proj_dim),
-            # The image, 16 + 2 + 1 frames of the past, each further back in larger patches.
-            "latents_history_4x": lambda c: c.video(c.in_channels, 16),
-            "indices_latents_history_4x": _indices(1, 16),
-            "latents_history_2x": lambda c: c.video(c.in_channels, 2),
-            "indices_latents_history_2x": _indices(17, 2),
-            "latents_clean": lambda c: c.video(c.in_channels, 2),
-            "indices_latents_clean": lambda c: torch.tensor([0, 19]),
-            "indices_latents": _indices(20, -1),
-        },
-    ),
-    "HunyuanVideo15Transformer3DModel": _Row(
+# The main input, and how many tokens the pipeline makes of a text.
+_TRANSFORMERS: dict[str, tuple[_Rule, int]] = {
+    "AuraFlowTransformer2DModel": (_image, 256),
+    "BriaFiboTransformer2DModel": (_packed, 1024),
+    "BriaTransformer2DModel": (_packed, 128),
+    "ChromaTransformer2DModel": (_packed, 512),
+    "CogView3PlusTransformer2DModel": (_image, 224),
+    "CogView4Transformer2DModel": (_image, 224),
+    "ErnieImageTransformer2DModel": (_image, 128),
+    "Flux2Transformer2DModel": (_packed, 512),
+    "Flux3Transformer2DModel": (_packed, 512),
+    "FluxTransformer2DModel": (_packed, 512),
+    "GlmImageTransformer2DModel": (_image, 64),
+    "HiDreamImageTransformer2DModel": (_image, 128),
+    "HunyuanDiT2DModel": (_image, 77),
+    "HunyuanImageTransformer2DModel": (
+        lambda c: _image(c) if len(c.patch_size) == 2 else c.video(c.in_channels, 1),
         1000,
-        _video,
-        {
-            **_FLOAT_TIME,
-            "encoder_hidden_states_2": lambda c: c.tensor(256, c.text_embed_2_dim),
-            "encoder_attention_mask_2": lambda c: c.mask(256),
-        },
     ),
-    "CogVideoXTransformer3DModel": _Row(
-        226,
-        _frames_second,
-        {
-            "ofs": lambda c: c.whole()[:1] if c.ofs_embed_dim else None,
-            "image_rotary_emb": _cogvideox_rope,
-        },
-    ),
-    "LTXVideoTransformer3DModel": _Row(128, _tokens_of_video),
-    "LTX2VideoTransformer3DModel": _Row(
-        1024,
-        _tokens_of_video,
-        {
-            "encoder_hidden_states": lambda c: c.tensor(
-                c.text, c.caption_channels if c.use_prompt_embeddings else c.cross_attention_dim
-            ),
-            "audio_encoder_hidden_states": lambda c: c.tensor(
-                c.text,
-                c.caption_channels if c.use_prompt_embeddings else c.audio_cross_attention_dim,
-            ),
-            "audio_hidden_states": lambda c: c.tensor(_AUDIO_TOKENS, c.audio_in_channels),
-            "audio_num_frames": lambda c: _AUDIO_TOKENS,
-            "sigma": lambda c: c.whole() if c.cross_attn_mod or c.audio_cross_attn_mod else None,
-        },
-    ),
-    "MochiTransformer3DModel": _Row(256, _video),
-    "AllegroTransformer3DModel": _Row(512, _video, {"image_rotary_emb": _allegro_rope}),
-    "EasyAnimateTransformer3DModel": _Row(
-        256,
-        lambda c: c.video(c.out_channels or c.in_channels),
-        {
-            "encoder_hidden_states_t5": lambda c: (
-                c.tensor(c.text, c.text_embed_dim_t5) if c.text_embed_dim_t5 else None
-            ),
-            # Mask and picture of inpainting, or a control video: the channels that are left.
-            "inpaint_latents": lambda c: (
-                c.video(c.in_channels - c.out_channels)
-                if c.in_channels > (c.out_channels or c.in_channels)
-                else None
-            ),
-        },
-    ),
-    "LatteTransformer3DModel": _Row(120, lambda c: c.video(c.in_channels, c.video_length)),
+    "JoyImageEditTransformer3DModel": (lambda c: c.video(c.in_channels, 1), 512),
+    "Krea2Transformer2DModel": (_packed, 512),
+    "LongCatImageTransformer2DModel": (_packed, 512),
+    "Lumina2Transformer2DModel": (_image, 256),
+    "LuminaNextDiT2DModel": (_image, 256),
+    "NucleusMoEImageTransformer2DModel": (_packed, 256),
+    "OmniGenTransformer2DModel": (_image, 128),
+    "OvisImageTransformer2DModel": (_packed, 256),
+    "PRXTransformer2DModel": (_image, 256),
+    "QwenImageTransformer2DModel": (_packed, 256),
+    "SD3Transformer2DModel": (_image, 333),
+    "SanaTransformer2DModel": (_image, 300),
+    "ZImageTransformer2DModel": (_image, 128),
+    # videos
+    "AllegroTransformer3DModel": (_video, 512),
+    "ChronoEditTransformer3DModel": (_video, 512),
+    "CogVideoXTransformer3DModel": (_frames_second, 226),
+    "ConsisIDTransformer3DModel": (_frames_second, 226),
+    "CosmosTransformer3DModel": (_video, 512),
+    "EasyAnimateTransformer3DModel": (lambda c: c.video(c.out_channels or c.in_channels), 256),
+    "HunyuanVideo15Transformer3DModel": (_video, 1000),
+    "HunyuanVideoFramepackTransformer3DModel": (_video, 256),
+    "HunyuanVideoTransformer3DModel": (_video, 256),
+    "Kandinsky5Transformer3DModel": (_channels_last, 256),
+    "LTX2VideoTransformer3DModel": (_packed_video, 1024),
+    "LTXVideoTransformer3DModel": (_packed_video, 128),
+    "LatteTransformer3DModel": (lambda c: c.video(c.in_channels, c.video_length), 120),
+    "MochiTransformer3DModel": (_video, 256),
+    "MotifVideoTransformer3DModel": (_video, 512),
+    "SkyReelsV2Transformer3DModel": (_video, 512),
+    "WanAnimateTransformer3DModel": (_video, 512),
+    "WanTransformer3DModel": (_video, 512),
+    "WanVACETransformer3DModel": (_video, 512),
+}
+
+# Where a name means something else, or is needed in one model only.
+_OWN: dict[str, dict[str, _Rule]] = {
+    "AllegroTransformer3DModel": {"image_rotary_emb": _allegro_rope},
+    "ChromaTransformer2DModel": {"attention_mask": lambda c: c.mask(c.text + c.tokens)},
+    "CogVideoXTransformer3DModel": {
+        "image_rotary_emb": _cogvideox_rope,
+        "ofs": lambda c: c.whole(value=2)[:1] if c.ofs_embed_dim else None,
+    },
+    "ConsisIDTransformer3DModel": {"image_rotary_emb": _cogvideox_rope},
+    "CosmosTransformer3DModel": {
+        "encoder_hidden_states": lambda c: c.tensor(
+            c.text,
+            c.crossattn_proj_in_channels if c.use_crossattn_projection else c.text_embed_dim,
+        )
+    },
+    "HiDreamImageTransformer2DModel": {"img_ids": lambda c: None},  # made by the model
+    "HunyuanDiT2DModel": {"image_rotary_emb": _hunyuan_dit_rope},
+    "HunyuanVideo15Transformer3DModel": {
+        "encoder_hidden_states_2": lambda c: c.tensor(256, c.text_embed_2_dim),
+        "encoder_attention_mask_2": lambda c: c.mask(256),
+    },
+    "Krea2Transformer2DModel": {
+        "encoder_hidden_states": lambda c: c.tensor(c.text, c.num_text_layers, c.text_hidden_dim),
+        "position_ids": lambda c: torch.cat([_text_ids(c), _image_ids(c)]),
+    },
+    "LTX2VideoTransformer3DModel": {
+        "encoder_hidden_states": lambda c: c.tensor(
+            c.text, c.caption_channels if c.use_prompt_embeddings else c.cross_attention_dim
+        ),
+        "audio_encoder_hidden_states": lambda c: c.tensor(
+            c.text, c.caption_channels if c.use_prompt_embeddings else c.audio_cross_attention_dim
+        ),
+    },
+    "LuminaNextDiT2DModel": {
+        "image_rotary_emb": _lumina_rope,
+        "cross_attention_kwargs": lambda c: {},  # None is the default, and an error
+    },
+    "NucleusMoEImageTransformer2DModel": {"img_shapes": lambda c: [(1, *c.grid)] * c.batch},
+    "OmniGenTransformer2DModel": {
+        "attention_mask": _omnigen_mask,
+        "position_ids": lambda c: c.count(c.text + 1 + c.tokens).expand(c.batch, -1),
+    },
 }
 
 
 def _transformer(
     module: Any, cls: Any, size: tuple[int, int], batch: int, frames: int, text: int | None
 ) -> Inputs:
-    row = _TRANSFORMERS[cls.__name__]
-    # CogVideoX adds positions to a text of one length only.
-    text = module.config.get("max_text_seq_length") or text or row.text
-    call = _Call(module, batch, *size, frames, text)
-    rules = {**_ARGUMENTS, "hidden_states": row.hidden_states, **row.own}
+    hidden_states, usual = _TRANSFORMERS[cls.__name__]
+    # Some have positions for a text of one length only.
+    fixed = module.config.get("max_text_seq_length") or module.config.get("text_len")
+    call = _Call(module, batch, *size, frames, fixed or text or usual)
+    rules = {**_ARGUMENTS, "hidden_states": hidden_states, **_OWN.get(cls.__name__, {})}
     inputs = {}
     for name, parameter in inspect.signature(cls.forward).parameters.items():
         optional = parameter.default is not inspect.Parameter.empty
-        if name not in rules or (name in _MASKS and optional):
-            continue
-        value = rules[name](call)
-        if value is not None:
-            inputs[name] = value
+        if name in rules and not (name in _MASKS and optional):
+            value = rules[name](call)
+            if value is not None or not optional:
+                inputs[name] = value
     return inputs

@@ -27,6 +27,7 @@ def shared_plan(frame: Frame, x: Tensor, remove: int) -> MergePlan:
             return plan
     # What is kept is written over later, when a backward pass might still need it.
     keep = settings.share == "steps" and call.timestep is not None and not x.requires_grad
+    keep = keep and not SELECTORS[settings.selector].fixed
     plan = _keep_plan(frame, x, remove) if keep else make_plan(frame, x, remove)
     call.plans.append(((frame.grid, remove), plan))
     return plan
@@ -48,32 +49,15 @@ def _keep_plan(frame: Frame, x: Tensor, remove: int) -> MergePlan:
     settings, timestep = frame.settings, frame.call.timestep
     assert timestep is not None
     triton = kernels.use_triton(settings.backend, x)
-    kept, clock = _memory(frame, x, remove, triton)
-    if settings.selector == "bipartite":
-        kernels.match_tokens(
-            _metric(frame, x),
-            frame.cells,
-            remove,
-            (kept.slot, kept.order, kept.span),
-            timestep=timestep,
-            key=_key(frame),
-            clock=clock,
-            refresh=settings.refresh,
-            triton=triton,
-        )
-        return kept
-    made = make_plan(frame, x, remove)
-    time = timestep.reshape(-1).to(clock)
-    keep = (time < clock[2:]).all() & (clock[1] < settings.refresh)
-    clock[1] = torch.where(keep, clock[1] + 1, 1.0)
-    clock[2:] = time
-    for old, new in ((kept.slot, made.slot), (kept.order, made.order), (kept.span, made.span)):
-        old.copy_(torch.where(keep, old, new))
+    kept, state = _memory(frame, x, remove, triton)
+    draw, clock = kernels.Draw(timestep, _key(frame)), kernels.Clock(state, settings.refresh)
+    selector = SELECTORS[settings.selector]
+    selector.write(kept, _metric(frame, x), frame.cells, remove, draw, clock)
     return kept
 
 
 def _memory(frame: Frame, x: Tensor, remove: int, triton: bool) -> tuple[MergePlan, Tensor]:
-    """A plan that stays, and its clock; see `kernels.match_tokens`."""
+    """A plan that stays, and its clock; see `kernels.Clock`."""
     assert frame.grid is not None and frame.call.timestep is not None
     (h, w), (batch, n, _) = frame.grid, x.shape
     name = f"plan_{int(h)}_{int(w)}_{int(remove)}_{triton}"

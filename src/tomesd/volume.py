@@ -6,10 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels import Cells
+from .kernels import Cells, Clock, Draw
 from .plan import MergePlan, join
+from .selectors import Selector
 
-__all__ = ["FrameGroups", "Volume", "plan_tokens"]
+__all__ = ["FrameGroups", "Keep", "Volume", "plan_tokens"]
+
+Keep = Callable[[int, int, int], tuple[MergePlan, Clock]]
+"""Memory for a plan that outlives a call, of so many items, tokens and slots; and its clock."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Volume:
 
 
 def plan_tokens(
-    selector: Callable[..., MergePlan],
+    selector: Selector,
     metric: Tensor,
     volume: Volume,
     removes: Sequence[int],
@@ -103,6 +107,7 @@ def plan_tokens(
     backend: str = "auto",
     timestep: Tensor | None = None,
     key: int = -1,
+    keep: Keep | None = None,
 ) -> MergePlan:
     """A plan of the tokens of a video, or of an image: one frame.
 
@@ -111,7 +116,9 @@ def plan_tokens(
         metric: what similarity is measured on, `[B, volume.tokens, C]`.
         removes: tokens to remove from each group, for each part of the volume.
         backend: "auto", "triton" or "reference".
-        timestep, key: see `kernels.match_tokens`. All groups have the same draw.
+        timestep, key: see `Draw`. All groups have the same draw.
+        keep: where plans are written that are kept from step to step, unless the selector's are
+            `fixed`. None: every plan is new.
     """
     batch = metric.shape[0]
     if timestep is not None and batch % timestep.numel():
@@ -124,7 +131,11 @@ def plan_tokens(
             plans.append(MergePlan.identity(batch, part.tokens, metric.device))
             continue
         image = part.groups == part.frames == 1
-        x = tokens if image else part.fold(tokens)
-        plan = selector(x, part.cells, remove, backend=backend, timestep=timestep, key=key)
+        x, cells = tokens if image else part.fold(tokens), part.cells
+        if keep is None or selector.fixed:
+            plan = selector(x, cells, remove, backend=backend, timestep=timestep, key=key)
+        else:
+            plan, clock = keep(x.shape[0], cells.tokens, cells.tokens - remove)
+            selector.write(plan, x, cells, remove, Draw(timestep, key), clock)
         plans.append(plan if image else part.unfold(plan))
     return join(plans)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tomesd
 from tomesd import kernels
-from tomesd.kernels import Cells, draw_key, draw_offsets, reference
+from tomesd.kernels import Cells, Draw, draw_key, draw_offsets, reference
 from tomesd.plan import MergePlan
 
 KEY, TIME = draw_key(3, 1), 500.0
@@ -42,8 +42,7 @@ def make_plan(metric: Tensor, cells: Cells, remove: int, step: int = 0) -> Merge
         metric.shape[0], cells.tokens, cells.tokens - remove, metric.device, True
     )
     timestep = torch.full((2,), TIME, device=metric.device)[step : step + 1]
-    lists = (plan.slot, plan.order, plan.span)
-    kernels.match_tokens(metric, cells, remove, lists, timestep=timestep, key=KEY, triton=True)
+    kernels.match_tokens(metric, cells, remove, plan.lists, Draw(timestep, KEY), triton=True)
     return plan
 
 
@@ -139,9 +138,8 @@ def check_merging(device: torch.device) -> None:
         plan = make_plan(x, cells, cells.removable(0.5))
         y = random(2, plan.span.shape[1], channels, dtype=dtype, device=device, seed=1)
         merged = plan.merge(x)
-        lists = (plan.slot, plan.order, plan.span)
         for name, operands, rest in (
-            ("slot_mean", (x,), lists),
+            ("slot_mean", (x,), (plan.lists,)),
             ("slot_gather", (y,), (plan.slot,)),
             ("slot_restore", (x, y, merged), (plan.slot,)),
         ):

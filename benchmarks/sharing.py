@@ -21,8 +21,7 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 import tomesd
 from tomesd.bench import RowFile, load_original
 from tomesd.generation import load_pipeline
-from tomesd.kernels import Cells, reference, use_triton
-from tomesd.kernels.reference import members
+from tomesd.kernels import Cells, list_members, reference, use_triton
 from tomesd.patch import patch_of
 from tomesd.plan import MergePlan
 from tomesd.planning import make_plan
@@ -57,7 +56,7 @@ def local_plan(frame: Frame, x: Tensor, tiles: int, ranked: str) -> MergePlan:
     else:
         slot, slots = ranked_by_grid(parts, cells, batch, remove, **where)
     whole = torch.empty_like(slot).scatter_(1, order.expand(batch, -1), slot)
-    return MergePlan(whole, *members(whole, slots), use_triton("auto", x))
+    return MergePlan(*list_members(whole, slots), use_triton("auto", x))
 
 
 def ranked_by_grid(

@@ -15,8 +15,8 @@ from zoo_diffusers import (
 )
 
 import tomesd
-from tomesd import kernels
-from tomesd.kernels import Cells, reference
+from tomesd import kernels, selectors
+from tomesd.kernels import reference
 
 
 @pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
@@ -30,16 +30,21 @@ def test_the_tokens_it_tells_are_those_the_layers_get(host: Host) -> None:
     assert levels[0].downsample == host.finest
 
 
-@pytest.mark.parametrize("share", ["block", "level"])
-def test_flops_are_those_of_a_real_run(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("share", "selector"),
+    [("block", "bipartite"), ("level", "bipartite"), ("level", "kmeans"), ("block", "grid")],
+)
+def test_flops_are_those_of_a_real_run(
+    share: str, selector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def matching(*args: Any) -> None:
         """Without the operator around it, the counter sees what the matching does."""
-        tensors, numbers, rest = args[:7], args[7:13], args[13:16]
-        reference.match_tokens(*tensors, Cells(*numbers), *rest)
+        *arguments, _ = args
+        reference.match_tokens(*arguments)
 
     host = HOSTS["sd1"]
     model = host.build()
-    kinds = {"merge_crossattn": True, "merge_mlp": True, "share": share}
+    kinds = {"merge_crossattn": True, "merge_mlp": True, "share": share, "selector": selector}
     counts = {}
     for ratio in (0.0, 0.5):
         tomesd.apply_patch(model, ratio=ratio, **kinds)
@@ -51,6 +56,7 @@ def test_flops_are_those_of_a_real_run(share: str, monkeypatch: pytest.MonkeyPat
             inputs = tomesd.hosts.inputs.example_inputs(model, (16, 16), 2)
             with torch.no_grad(), monkeypatch.context() as patching:
                 patching.setattr(kernels, "_match_tokens", matching)
+                patching.setattr(selectors, "_write_clusters", selectors._cluster_tokens)
                 model(**inputs)
         counts[ratio] = counter.get_total_flops()
     part = tomesd.describe(model, 128, 128).parts[0]

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tomesd import kernels
-from tomesd.kernels import Cells
+from tomesd.kernels import Cells, Clock, Draw
 from tomesd.plan import MergePlan
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_pytorch_knows_that_inputs_are_not_written_to(found: Any, case: str) -> 
     """A model that writes to its inputs is not replayed from CUDA graphs."""
     written = {name for names in found["written"][case].values() for name in names}
     assert {"slot", "order", "span"} <= written
-    assert not written & {"x", "timestep", "offsets"}
+    assert not written & {"x", "timestep"}
 
 
 def test_pytorch_knows_which_kernels_its_cached_code_was_made_from(found: Any) -> None:
@@ -151,8 +151,7 @@ def _run_operators(
     cells = Cells.of(h, w, 2, 2, window)
     plan = MergePlan.empty(2, h * w, h * w - remove, CPU, triton=True)
     plan.slot.zero_()
-    lists = (plan.slot, plan.order, plan.span)
-    clock = torch.full((3,), float("-inf")) if keep else None
+    clock = Clock(torch.full((3,), float("-inf")), 3) if keep else None
     x, time = torch.randn(2, h * w, channels), torch.tensor([500.0])
     compiled: list[Any] = []
 
@@ -167,8 +166,8 @@ def _run_operators(
         def run(self, *args: Any, stream: Any) -> None:
             passed = [p.name for p in self.kernel.params if not p.is_constexpr]
             arguments = dict(zip(passed, args, strict=False))
-            for name in ["offsets"] if clock is not None else ["offsets", "flag"]:
-                arguments.pop(name, None)  # None, which comes as a number
+            if clock is None:
+                arguments.pop("flag", None)  # None, which comes as a number
             fixed = [p.name for p in self.kernel.params if p.is_constexpr]
             options = re.sub("'signature': {.*?}", "", self.source)
             for name in [*fixed, "num_warps", "num_stages"]:
@@ -178,8 +177,7 @@ def _run_operators(
             compiled.append(_launch(self.kernel, args[len(passed) :], arguments))
 
     def merge_and_restore(x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        where = {"timestep": time, "key": 5, "clock": clock, "refresh": 3}
-        kernels.match_tokens(x, cells, remove, lists, triton=True, **where)
+        kernels.match_tokens(x, cells, remove, plan.lists, Draw(time, 5), clock, triton=True)
         merged = plan.merge(x)
         return plan.restore(x, torch.sin(merged), merged)
 
@@ -189,10 +187,8 @@ def _run_operators(
         _, (code,) = run_and_get_code(torch.compile(merge_and_restore, fullgraph=True), x, time)
     eager: list[Any] = []
     recorder = _recorder(eager)
-    triton_matching.match_tokens(
-        x, time, None, *lists, clock, cells, remove, 5, 3, wrap_triton=recorder
-    )
-    triton_merging.slot_mean(x, *lists, wrap_triton=recorder)
+    triton_matching.match_tokens(x, cells, remove, plan.lists, Draw(time, 5), clock, recorder)
+    triton_merging.slot_mean(x, plan.lists, wrap_triton=recorder)
     return {"compiled": compiled, "eager": eager, "code": code.split("class Runner")[1]}
 
 
@@ -220,12 +216,9 @@ def _written_to(
 
     cells, n = Cells.of(h, w, 2, 2, window), h * w
     plan = MergePlan.empty(2, n, n - remove, CPU, triton=True)
-    clock = torch.full((3,), float("-inf")) if keep else None
-    lists = (plan.slot, plan.order, plan.span)
-    x, time = torch.randn(2, n, channels), torch.tensor([500.0])
-    triton_matching.match_tokens(
-        x, time, None, *lists, clock, cells, remove, 5, 3, wrap_triton=Analysed
-    )
+    clock = Clock(torch.full((3,), float("-inf")), 3) if keep else None
+    x, draw = torch.randn(2, n, channels), Draw(torch.tensor([500.0]), 5)
+    triton_matching.match_tokens(x, cells, remove, plan.lists, draw, clock, Analysed)
     return found
 
 

@@ -1,9 +1,13 @@
 """Properties of plans and of the bipartite selector, against a slow and obvious implementation."""
 
+from functools import partial
+
+import plan_problems
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_problems import cells_of, destinations_of, groups_of, of_items, windows_of
 from torch import Tensor
 
 from tomesd import Settings
@@ -12,36 +16,17 @@ from tomesd.kernels import Cells, draw_key, draw_offsets
 from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite
 
-sides, strides = st.integers(1, 12), st.integers(1, 5)
-cells_of = st.builds(Cells.of, sides, sides, strides, strides, st.integers(0, 6))
+problems = partial(plan_problems.problems, even=False)
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Tensor, Cells, int, Tensor]:
-    """A metric, cells with something to remove, how much, and the dst of each cell."""
-    cells = draw(cells_of.filter(lambda c: c.sources > 0))
-    batch = draw(st.integers(1, 3))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    metric = torch.randn(batch, cells.h * cells.w, 5, generator=generator, dtype=torch.float64)
-    remove = draw(st.integers(1, cells.sources))
-    shared = draw(st.booleans())
-    shape = (1 if shared else batch, cells.count)
-    return metric, cells, remove, torch.randint(cells.choices, shape, generator=generator)
-
-
-def plan_of(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> MergePlan:
-    return bipartite(metric, cells, remove, offsets=offsets)
-
-
-def slow_slots(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> list[set[frozenset]]:
+def slow_slots(metric: Tensor, cells: Cells, remove: int, drawn: dict) -> list[set[frozenset]]:
     """The groups of tokens of each image, found with loops, as the paper describes them."""
     batches = []
     for b in range(metric.shape[0]):
         best: dict[int, tuple[float, int]] = {}
         groups: dict[int, set[int]] = {}
-        for window, tokens in enumerate(windows_of(cells)):
-            chosen = offsets[b % offsets.shape[0]].view(cells.windows, -1)[window]
-            dst = [tokens[i] for i in slow_destinations(cells.window, chosen.tolist())]
+        destinations = destinations_of(cells, b, drawn)
+        for tokens, dst in zip(windows_of(cells), destinations, strict=True):
             groups |= {d: {d} for d in dst}
             for s in set(tokens) - set(dst):
                 similarity = [
@@ -57,41 +42,14 @@ def slow_slots(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> li
     return batches
 
 
-def windows_of(cells: Cells) -> list[list[int]]:
-    """The tokens of each window."""
-    one = cells.window
-    corners = [divmod(number, cells.across) for number in range(cells.windows)]
-    return [
-        [(top * one.h + y) * cells.w + left * one.w + x for y in range(one.h) for x in range(one.w)]
-        for top, left in corners
-    ]
-
-
-def slow_destinations(cells: Cells, offsets: list[int]) -> list[int]:
-    """The destinations in one window, counted in it."""
-    dst = []
-    for i, offset in enumerate(offsets):
-        row, column = divmod(i, cells.w // cells.sx)
-        y, x = divmod(offset, cells.sx)
-        dst.append((row * cells.sy + y) * cells.w + column * cells.sx + x)
-    return dst
-
-
-def groups_of(plan: MergePlan) -> list[set[frozenset]]:
-    batches = []
-    for row in plan.slot.tolist():
-        members: dict[int, set[int]] = {}
-        for token, slot in enumerate(row):
-            members.setdefault(slot, set()).add(token)
-        batches.append({frozenset(m) for m in members.values()})
-    return batches
+def plan_of(metric: Tensor, cells: Cells, remove: int, drawn: dict) -> MergePlan:
+    return bipartite(metric, cells, remove, **drawn)
 
 
 @given(problems())
 @settings(max_examples=60, deadline=None)
 def test_bipartite_makes_the_groups_of_the_slow_implementation(problem):
-    metric, cells, remove, offsets = problem
-    assert groups_of(plan_of(*problem)) == slow_slots(metric, cells, remove, offsets)
+    assert groups_of(plan_of(*problem)) == slow_slots(*problem)
 
 
 @given(problems())
@@ -134,11 +92,11 @@ def test_merging_what_is_merged_changes_nothing(problem):
 @given(problems(), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
 def test_permuting_the_batch_permutes_the_plan(problem, random):
-    metric, cells, remove, offsets = problem
+    metric, cells, remove, drawn = problem
     order = list(range(metric.shape[0]))
     random.shuffle(order)
-    permuted = offsets if offsets.shape[0] == 1 else offsets[order]
-    plan = plan_of(metric, cells, remove, offsets)
+    permuted = of_items(drawn, order, metric.shape[0])
+    plan = plan_of(metric, cells, remove, drawn)
     assert torch.equal(plan.slot[order], plan_of(metric[order], cells, remove, permuted).slot)
 
 

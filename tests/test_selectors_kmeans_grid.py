@@ -3,36 +3,35 @@
 import copy
 import itertools
 from collections.abc import Callable
+from typing import get_args
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_problems import (
+    assert_valid,
+    destinations_of,
+    groups_of,
+    of_items,
+    problems,
+    windows_of,
+)
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from tomesd.kernels import Cells, draw_key, draw_offsets, reference
+import tomesd
+from tomesd import kernels, selectors
+from tomesd.kernels import Cells, Draw, draw_key, list_members, reference
 from tomesd.plan import MergePlan
-from tomesd.selectors.grid import grid
-from tomesd.selectors.kmeans import ITERATIONS, cluster, kmeans
+from tomesd.selectors import SELECTORS, KMeans, cluster, grid, kmeans
+
+CPU = torch.device("cpu")
 
 Selector = Callable[..., MergePlan]
 both = pytest.mark.parametrize("selector", [kmeans, grid], ids=["kmeans", "grid"])
-
-sides, strides = st.integers(1, 12), st.integers(1, 5)
-cells_of = st.builds(Cells.of, sides, sides, strides, strides, st.integers(0, 6))
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Tensor, Cells, int, dict]:
-    """A metric, cells with something to remove, how much, and what the seeds are drawn from."""
-    cells = draw(cells_of.filter(lambda c: c.sources > 0))
-    batch = draw(st.integers(1, 3))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    metric = torch.randn(batch, cells.tokens, 5, generator=generator, dtype=torch.float64)
-    remove = draw(st.integers(1, cells.sources // cells.windows)) * cells.windows
-    timestep = draw(st.sampled_from([torch.tensor(500), torch.rand(batch, generator=generator)]))
-    return metric, cells, remove, draw(st.sampled_from([{}, {"timestep": timestep, "key": 77}]))
 
 
 @both
@@ -41,22 +40,7 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Cells, int, dict]:
 def test_every_slot_is_used_their_number_is_exact_and_lists_agree(selector, problem):
     metric, cells, remove, drawn = problem
     plan = selector(metric, cells, remove, **drawn)
-    slots = cells.tokens - remove
-    assert plan.slot.shape == plan.order.shape == metric.shape[:2]
-    assert plan.span.shape == (metric.shape[0], slots, 2)
-    assert (plan.slot.dtype, plan.order.dtype, plan.span.dtype) == (
-        torch.int64,
-        torch.int32,
-        torch.int32,
-    )
-    assert all(part.is_contiguous() for part in (plan.slot, plan.order, plan.span))
-    for slot, order, span in zip(
-        plan.slot.tolist(), plan.order.tolist(), plan.span.tolist(), strict=True
-    ):
-        assert set(slot) == set(range(slots))
-        for m, (first, size) in enumerate(span):
-            listed = order[first : first + size]
-            assert listed and sorted(listed) == [n for n, s in enumerate(slot) if s == m]
+    assert_valid(plan, *metric.shape[:2], cells.tokens - remove)
 
 
 @both
@@ -67,9 +51,7 @@ def test_plans_are_reproducible_and_do_not_depend_on_the_batch(selector, problem
     plan = selector(metric, cells, remove, **drawn)
     assert torch.equal(selector(metric.clone(), cells, remove, **drawn).slot, plan.slot)
     pick = random.sample(range(metric.shape[0]), random.randint(1, metric.shape[0]))
-    times = drawn.get("timestep")
-    if times is not None and times.numel() == metric.shape[0]:
-        drawn = {**drawn, "timestep": times.reshape(-1)[pick]}
+    drawn = of_items(drawn, pick, metric.shape[0])
     assert torch.equal(selector(metric[pick], cells, remove, **drawn).slot, plan.slot[pick])
 
 
@@ -128,17 +110,6 @@ def test_the_triton_backend_makes_the_same_plan(selector, dtype: torch.dtype) ->
 # k-means
 
 
-def slow_destinations(cells: Cells, offsets: list[int]) -> list[int]:
-    """The chosen token of each cell of one window."""
-    columns = cells.w // cells.sx
-    found = []
-    for number, offset in enumerate(offsets):
-        y, x = divmod(offset, cells.sx)
-        row, column = divmod(number, columns)
-        found.append((row * cells.sy + y) * cells.w + column * cells.sx + x)
-    return found
-
-
 def lattice(row: int, column: int) -> float:
     """When a place has its turn among those that are spread evenly."""
     plastic = 1.3247179572447460
@@ -161,42 +132,21 @@ def slow_kmeans(unit: np.ndarray, seeds: list[int], iterations: int) -> list[int
     return labels
 
 
-def slow_groups(metric: Tensor, cells: Cells, remove: int, timestep=None, key=-1) -> list[set]:
+def slow_groups(metric: Tensor, cells: Cells, remove: int, drawn: dict) -> list[set]:
     """The clusters of each image as sets of token numbers, window by window."""
-    one, batches = cells.window, []
+    batches = []
     for b, image in enumerate(metric.numpy()):
-        time = torch.zeros(1) if timestep is None else timestep.reshape(-1)
-        time = time[b % time.numel()].reshape(1)
-        offsets = [0] * cells.count
-        if key >= 0:
-            offsets = draw_offsets(cells.count, cells.choices, key, time)[0].tolist()
         groups = set()
-        for number in range(cells.windows):
-            top, left = divmod(number, cells.across)
-            places = [
-                (top * one.h + y, left * one.w + x) for y in range(one.h) for x in range(one.w)
-            ]
-            chosen = offsets[number * one.count : (number + 1) * one.count]
-            seeds = slow_destinations(one, chosen)
-            rest = [n for n in range(one.tokens) if n not in seeds]
-            rest.sort(key=lambda n, places=places: lattice(*places[n]))
-            seeds += rest[: one.tokens - remove // cells.windows - one.count]
-            tokens = [y * cells.w + x for y, x in places]
+        destinations = destinations_of(cells, b, drawn)
+        for tokens, seeds in zip(windows_of(cells), destinations, strict=True):
+            rest = [token for token in tokens if token not in seeds]
+            rest.sort(key=lambda token: lattice(*divmod(token, cells.w)))
+            seeds += rest[: len(tokens) - remove // cells.windows - len(seeds)]
             unit = image[tokens] / np.linalg.norm(image[tokens], axis=1, keepdims=True)
-            labels = slow_kmeans(unit, seeds, ITERATIONS)
+            labels = slow_kmeans(unit, [tokens.index(seed) for seed in seeds], KMeans.rounds)
             for m in range(len(seeds)):
                 groups.add(frozenset(tokens[n] for n in range(len(tokens)) if labels[n] == m))
         batches.append(groups)
-    return batches
-
-
-def groups_of(plan: MergePlan) -> list[set]:
-    batches = []
-    for row in plan.slot.tolist():
-        members: dict[int, set[int]] = {}
-        for token, slot in enumerate(row):
-            members.setdefault(slot, set()).add(token)
-        batches.append({frozenset(group) for group in members.values()})
     return batches
 
 
@@ -205,7 +155,7 @@ def groups_of(plan: MergePlan) -> list[set]:
 def test_kmeans_makes_the_clusters_of_the_slow_implementation(problem):
     metric, cells, remove, drawn = problem
     plan = kmeans(metric, cells, remove, **drawn)
-    assert groups_of(plan) == slow_groups(metric, cells, remove, **drawn)
+    assert groups_of(plan) == slow_groups(*problem)
 
 
 @given(problems())
@@ -227,7 +177,7 @@ def unit_tokens(batch: int, n: int, channels: int, seed: int) -> Tensor:
 
 def cohesion(tokens: Tensor, label: Tensor, clusters: int) -> Tensor:
     """Sum of the cosines of all tokens to the centres of their clusters, `[B]`."""
-    mean = reference.slot_mean(tokens, label, *reference.members(label, clusters))
+    mean = reference.slot_mean(tokens, list_members(label, clusters))
     centres = torch.nn.functional.normalize(mean, dim=-1)
     return (tokens * reference.slot_gather(centres, label)).sum((1, 2))
 
@@ -378,3 +328,88 @@ def test_grid_spreads_the_merged_cells_evenly(ratio: float) -> None:
     share = remove / 3 / cells.count
     found = torch.nn.functional.avg_pool2d(gone[None], 8)
     assert (found - share).abs().max() < 0.08
+
+
+def test_a_grid_plan_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It depends on nothing else; not by who compiles or captures, though, nor for shapes alone."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cells, x = Cells(8, 8, 2, 2), torch.randn(2, 64, 3)
+    with torch.inference_mode():
+        first = grid(torch.randn(2, 64, 7), cells, 20)
+    again = grid(x, cells, 20, timestep=torch.tensor(5), key=1)
+    assert again.slot is first.slot and again.span is first.span
+    x.requires_grad_()
+    again.unmerge(again.merge(x)).sum().backward()  # nothing of it belongs to inference mode
+    for other in (grid(x[:1], cells, 20), grid(x, cells, 21), grid(x, Cells(8, 8, 2, 4), 20)):
+        assert other.slot is not first.slot
+    with FakeTensorMode() as mode:
+        fake = grid(mode.from_tensor(x), cells, 22)
+    assert grid(x, cells, 22).slot.tolist() and type(fake.slot) is not Tensor
+
+
+def test_known_grids_are_few() -> None:
+    for remove in range(1, 40):
+        grid(torch.empty(1, 64, 0), Cells(8, 8, 2, 2), remove)
+    info = selectors._known_grid.cache_info()
+    assert info.currsize == info.maxsize == 16
+
+
+# What the rest of the library has to know about them.
+
+
+def test_settings_name_all_selectors() -> None:
+    assert get_args(tomesd.settings.Selector) == tuple(SELECTORS)
+    assert all(selector.name == name for name, selector in SELECTORS.items())
+
+
+@given(problem=problems())
+@settings(max_examples=20, deadline=None)
+def test_fixed_plans_are_those_that_depend_on_shapes_alone(problem):
+    metric, cells, remove, _ = problem
+    other = torch.randn_like(metric)
+    for selector in SELECTORS.values():
+        plans = [selector(x, cells, remove) for x in (metric, other)]
+        assert all(plan.shared == selector.fixed for plan in plans)
+        if selector.fixed:
+            assert torch.equal(plans[0].slot, plans[1].slot)
+            written = MergePlan.empty(*metric.shape[:2], cells.tokens - remove, CPU, False)
+            selector.write(written, metric, cells, remove, Draw())
+            assert torch.equal(written.slot, plans[0].slot) and written.shared
+
+
+def test_selectors_that_can_protect_merge_tokens_without_a_direction_last() -> None:
+    metric = torch.randn(2, 64, 6, generator=torch.Generator().manual_seed(0))
+    metric[:, ::5] = 0
+    for selector in SELECTORS.values():
+        plan = selector(metric, Cells(8, 8, 2, 2), 32)
+        size = plan.size.gather(1, plan.slot)[:, ::5]
+        destinations = set(range(0, 64, 2)) - {y * 8 + x for y in range(1, 8, 2) for x in range(8)}
+        sources = [k for k, token in enumerate(range(0, 64, 5)) if token not in destinations]
+        assert bool(size[:, sources].eq(1).all()) == selector.can_protect
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.7])
+def test_the_tokens_to_remove_suit_the_selector(ratio: float) -> None:
+    cells = Cells(12, 12, 2, 2, 3, 3)
+    for selector in SELECTORS.values():
+        remove = selector.removable(cells, ratio)
+        plan = selector(torch.randn(1, 144, 5), cells, remove)
+        assert plan.size.shape[1] == 144 - remove
+        assert not selector.even_windows or remove % cells.windows == 0
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_comparisons_are_those_that_are_made(window: int) -> None:
+    """As many as the multiplications of matrices have results."""
+    cells, channels = Cells.of(8, 12, 2, 2, window), 5
+    remove = 8 * cells.windows
+    for selector in SELECTORS.values():
+        with (
+            FlopCounterMode(display=False) as counter,
+            mock.patch.object(kernels, "_match_tokens", lambda *a: reference.match_tokens(*a[:-1])),
+            mock.patch.object(selectors, "_write_clusters", selectors._cluster_tokens),
+        ):
+            selector(torch.randn(2, 96, channels), cells, remove)
+        made = counter.get_total_flops() // (2 * 2 * channels)
+        assert selector.comparisons(cells, remove) == made

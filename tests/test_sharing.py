@@ -31,14 +31,13 @@ def matchings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]
     made: list[tuple[int, int]] = []
     original = kernels.reference.match_tokens
 
-    def record(metric: Any, timestep: Any, offsets: Any, slot: Any, *rest: Any) -> None:
-        before = slot.clone()
-        original(metric, timestep, offsets, slot, *rest)
-        cells, clock = rest[3], rest[2]
-        if clock is None or clock[0] == 1:
+    def record(metric: Any, cells: Any, remove: int, lists: Any, draw: Any, clock: Any) -> None:
+        before = lists.slot.clone()
+        original(metric, cells, remove, lists, draw, clock)
+        if clock is None or clock.state[0] == 1:
             made.append((cells.h, cells.w))
         else:
-            assert torch.equal(slot, before)
+            assert torch.equal(lists.slot, before)
 
     monkeypatch.setattr(kernels.reference, "match_tokens", record)
     yield made

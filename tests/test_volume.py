@@ -1,13 +1,15 @@
 """Plans of segments and of frames, against plans of the parts they are made of."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_triton import assert_same_plan
+from plan_problems import assert_same_plan, assert_valid
 from torch import Tensor
 
-from tomesd.kernels import Cells
+from tomesd.kernels import Cells, Clock
 from tomesd.plan import MergePlan, join
 from tomesd.selectors import SELECTORS
 from tomesd.volume import FrameGroups, Volume, plan_tokens
@@ -35,22 +37,6 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Volume, tuple[int, ...], dict, tu
     timestep = draw(st.sampled_from([torch.tensor(500), torch.rand(batch, generator=generator)]))
     drawn = draw(st.sampled_from([{}, {"timestep": timestep, "key": 77}]))
     return metric, volume, removes, drawn, (grid, cell, together, window)
-
-
-def assert_valid(plan: MergePlan, batch: int, n: int, slots: int) -> None:
-    """Every token is in one slot, every slot lists its tokens, and the kernels can read it."""
-    assert plan.slot.shape == plan.order.shape == (batch, n)
-    assert plan.span.shape == (batch, slots, 2)
-    assert (plan.slot.dtype, plan.order.dtype) == (torch.int64, torch.int32)
-    assert plan.span.dtype == torch.int32
-    assert all(part.is_contiguous() for part in (plan.slot, plan.order, plan.span))
-    for slot, order, span in zip(
-        plan.slot.tolist(), plan.order.tolist(), plan.span.tolist(), strict=True
-    ):
-        assert sorted(order) == list(range(n))
-        for m, (first, size) in enumerate(span):
-            listed = order[first : first + size]
-            assert listed and sorted(listed) == [token for token, s in enumerate(slot) if s == m]
 
 
 def group_of(volume: Volume) -> list[int]:
@@ -245,3 +231,29 @@ def test_a_plan_of_frames_and_text_compiles_into_one_graph(name) -> None:
     x, time = torch.randn(2, 7 + 120, 8), torch.tensor([3.0])
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(x, time)
     torch.testing.assert_close(compiled, run(x, time))
+
+
+@every_selector
+def test_plans_of_frames_are_kept_from_step_to_step(name) -> None:
+    volume, removes = Volume.of((5, 4, 6), 2, 2, 2), (12, 24)
+    generator = torch.Generator().manual_seed(0)
+    memory: dict[tuple[int, ...], tuple[MergePlan, Clock]] = {}
+
+    def keep(*shape: int) -> tuple[MergePlan, Clock]:
+        if shape not in memory:
+            clock = Clock(torch.full((3,), float("-inf")), 2)
+            memory[shape] = (MergePlan.empty(*shape, CPU, False), clock)
+        return memory[shape]
+
+    slots = []
+    for time in (9.0, 8.0, 7.0):
+        metric = torch.randn(2, 120, 5, generator=generator)
+        how = {"timestep": torch.tensor(time), "key": 3}
+        plan = plan_tokens(SELECTORS[name], metric, volume, removes, keep=keep, **how)
+        new = plan_tokens(SELECTORS[name], metric, volume, removes, **how)
+        assert_valid(plan, 2, 120, volume.slots(removes))
+        slots.append((plan.slot.clone(), new.slot))
+    kept = [torch.equal(before[0], after[0]) for before, after in itertools.pairwise(slots)]
+    assert kept == ([True, True] if SELECTORS[name].fixed else [True, False])
+    assert torch.equal(*slots[0]) and torch.equal(*slots[2])
+    assert sorted(memory) == ([] if SELECTORS[name].fixed else [(2, 24, 12), (4, 48, 24)])

@@ -9,8 +9,8 @@ from torch import nn
 from .api import patched
 from .hosts import FoundModel, UnsupportedModelError, find_models
 from .hosts.inputs import example_inputs
-from .kernels import Cells
 from .patch import patch_of
+from .selectors import plan_flops
 from .settings import Settings
 from .state import Call, Decision, LeftAlone, Patch, Scope, run_inside
 
@@ -167,10 +167,9 @@ def _run(
     call = Call(patch, settings, size)
     # What torch's counter has no entry for: one attention kernel, and ours.
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    matching = torch.ops.tomesd.match_tokens
     counter = FlopCounterMode(
         display=False,
-        custom_mapping={cpu_attention: _attention_flops, matching: _matching_flops},
+        custom_mapping={cpu_attention: _attention_flops, **plan_flops()},
     )
     with counter, torch.compiler.set_stance("force_eager"):
         run_inside(Scope(call), module, **inputs)
@@ -181,12 +180,6 @@ def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     from torch.utils.flop_counter import sdpa_flop_count
 
     return sdpa_flop_count(q, k, v)  # type: ignore[no-untyped-call]
-
-
-def _matching_flops(metric: Any, *rest: Any, **__: Any) -> int:
-    batch, _, channels = metric
-    cells = Cells(*rest[6:12])  # its six numbers come behind the tensors
-    return 2 * batch * cells.comparisons * channels
 
 
 def _levels(decisions: list[Decision]) -> tuple[Level, ...]:

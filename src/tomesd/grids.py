@@ -1,6 +1,7 @@
 """What settings mean on a grid of tokens: its cells, how many tokens go, and its level."""
 
 from .kernels import Cells
+from .selectors import SELECTORS
 from .settings import Settings
 
 __all__ = ["cells_of", "level_merges", "level_of", "removable"]
@@ -13,12 +14,10 @@ def cells_of(settings: Settings, h: int, w: int) -> Cells:
 
 def removable(settings: Settings, cells: Cells, ratio: float) -> int:
     """Tokens that a ratio removes."""
-    if settings.selector == "kmeans":
-        return cells.removable(ratio, even=True)  # the same number of clusters in each window
     # Attention that is not fused is much slower where its scores are no multiple of 16 bytes. The
     # window of the paper means its numbers too, and of few tokens, a few more are many.
     exact = settings.window == 0 or cells.tokens < 512
-    return cells.removable(ratio, multiple=1 if exact else 8)
+    return SELECTORS[settings.selector].removable(cells, ratio, multiple=1 if exact else 8)
 
 
 def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:

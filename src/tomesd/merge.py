@@ -66,8 +66,5 @@ def _plan(metric: Tensor, cells: Cells, remove: int, offsets: Tensor) -> MergePl
     src, dst, score, match = reference.best_pairs(metric, cells, offsets)
     place = score.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     kept = cells.sources - remove
-    slot = torch.empty(metric.shape[:2], dtype=torch.int64, device=metric.device)
-    slot.scatter_(1, src, torch.where(place < remove, kept + match, place - remove))
-    slot.scatter_(1, dst, torch.arange(kept, kept + cells.count, device=dst.device).expand_as(dst))
-    lists = reference.members(slot, kept + cells.count, torch.cat([dst, src], dim=1))
-    return MergePlan(slot, *lists, use_triton("auto", metric))
+    of_src = torch.where(place < remove, kept + match, place - remove)
+    return MergePlan(*reference.pair_lists(src, dst, of_src, kept), use_triton("auto", metric))

@@ -60,6 +60,11 @@ class MergePlan:
         )
 
     @property
+    def lists(self) -> kernels.Lists:
+        """What a selector writes."""
+        return kernels.Lists(self.slot, self.order, self.span)
+
+    @property
     def size(self) -> Tensor:
         """Tokens in each slot, `[B, M]`."""
         return self.span[..., 1]
@@ -83,7 +88,7 @@ class MergePlan:
 
     def merge(self, x: Tensor) -> Tensor:
         """Mean of each slot's tokens: `[B, N, C]` to `[B, M, C]`."""
-        return kernels.slot_mean(x, self.slot, self.order, self.span, self.triton)
+        return kernels.slot_mean(x, self.lists, self.triton)
 
     def pick(self, rows: Tensor, dim: int = 1, *, batched: bool = True) -> Tensor:
         """The representatives' rows of something that lies along the tokens, such as positions.
@@ -182,8 +187,7 @@ def join(plans: Sequence[MergePlan]) -> MergePlan:
     if len(plans) == 1:
         return plans[0]
     slot, order, span = (
-        torch.cat(parts, dim=1)
-        for parts in zip(*((plan.slot, plan.order, plan.span) for plan in plans), strict=True)
+        torch.cat(parts, dim=1) for parts in zip(*(plan.lists for plan in plans), strict=True)
     )
     tokens = slots = 0  # in the segments before
     for plan in plans:

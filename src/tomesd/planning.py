@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import kernels
+from .kernels import Cells, Clock, Draw
 from .metric import angle_to_mean, mask_on_grid, most_guided
 from .plan import MergePlan, join
-from .state import Call, Patch, Scope, Segment, tokens_removed
+from .state import Call, Patch, Scope, Segment
 from .volume import plan_tokens
 
 __all__ = ["find_plan", "make_plan", "note_guidance", "note_output", "recall_guidance"]
@@ -28,73 +29,65 @@ def find_plan(
             return plan
     # What is kept is written over later, when a backward pass might still need it.
     keep = settings.share == "steps" and call.timestep is not None and not x.requires_grad
-    plan = (_keep_plan if keep else make_plan)(scope, block, x, segments)
+    keep = keep and not scope.patch.selector.fixed
+    plan = make_plan(scope, block, x, segments, keep=keep)
     call.plans.append((segments, plan))
     return plan
 
 
 def make_plan(
-    scope: Scope, block: nn.Module, x: Tensor, segments: tuple[Segment, ...]
+    scope: Scope,
+    block: nn.Module,
+    x: Tensor,
+    segments: tuple[Segment, ...],
+    *,
+    keep: bool = False,
 ) -> MergePlan:
+    """Makes the plan of each segment, in memory that stays if they are to be kept, and joins them.
+
+    What is kept is made anew only when it is out of date.
+    """
     metric, plans, start = _metric(scope, block, x), [], 0
-    for segment in segments:
+    draw = Draw(_times(scope.call, x.shape[0]), _key(scope))
+    for number, segment in enumerate(segments):
         tokens = metric[:, start : start + segment.tokens] if len(segments) > 1 else metric
         start += segment.tokens
         if segment.volume is None or segment.remove == 0:
             plans.append(MergePlan.identity(x.shape[0], segment.tokens, x.device))
             continue
-        plan = plan_tokens(
-            scope.patch.selector,
-            tokens,
-            segment.volume,
-            segment.removes,
-            backend=scope.settings.backend,
-            timestep=scope.call.timestep,
-            key=_key(scope),
-        )
-        plans.append(plan)
+
+        def select(
+            metric: Tensor, cells: Cells, remove: int, number: int = number
+        ) -> MergePlan:
+            return _select(scope, metric, cells, remove, draw, number if keep else None)
+
+        plans.append(plan_tokens(select, tokens, segment.volume, segment.removes))
     return join(plans)
 
 
-def _keep_plan(
-    scope: Scope, block: nn.Module, x: Tensor, segments: tuple[Segment, ...]
+def _select(
+    scope: Scope, metric: Tensor, cells: Cells, remove: int, draw: Draw, number: int | None
 ) -> MergePlan:
-    """As `make_plan`, in memory that stays, and only if the plan there is out of date."""
-    settings, timestep = scope.settings, scope.call.timestep
-    assert timestep is not None
-    triton = kernels.use_triton(settings.backend, x)
-    kept, clock = _memory(scope, x, tokens_removed(segments), triton)
-    (first, *others) = segments
-    assert first.volume is not None
-    if settings.selector == "bipartite" and not others and scope.grid[0] == 1:
-        kernels.match_tokens(
-            _metric(scope, block, x),
-            first.volume.parts[0].cells,
-            first.remove,
-            (kept.slot, kept.order, kept.span),
-            timestep=timestep,
-            key=_key(scope),
-            clock=clock,
-            refresh=settings.refresh,
-            triton=triton,
+    """The plan of an image, or of a group of frames in each of a batch."""
+    settings, selector = scope.settings, scope.patch.selector
+    if number is None:
+        return selector(
+            metric, cells, remove, backend=settings.backend, timestep=draw.timestep, key=draw.key
         )
-        return kept
-    made = make_plan(scope, block, x, segments)
-    time = timestep.reshape(-1).to(clock)
-    keep = (time < clock[2:]).all() & (clock[1] < settings.refresh)
-    clock[1] = torch.where(keep, clock[1] + 1, 1.0)
-    clock[2:] = time
-    for old, new in ((kept.slot, made.slot), (kept.order, made.order), (kept.span, made.span)):
-        old.copy_(torch.where(keep, old, new))
+    triton = kernels.use_triton(settings.backend, metric)
+    kept, state = _memory(scope, metric, cells, remove, triton, number)
+    selector.write(kept, metric, cells, remove, draw, Clock(state, settings.refresh))
     return kept
 
 
-def _memory(scope: Scope, x: Tensor, remove: int, triton: bool) -> tuple[MergePlan, Tensor]:
-    """A plan that stays, and its clock; see `kernels.match_tokens`."""
+def _memory(
+    scope: Scope, x: Tensor, cells: Cells, remove: int, triton: bool, number: int
+) -> tuple[MergePlan, Tensor]:
+    """A plan that stays, and its clock; see `kernels.Clock`."""
     assert scope.call.timestep is not None
     batch, n, _ = x.shape
-    name = "_".join(["plan", *(str(int(side)) for side in scope.grid), str(int(remove))])
-    name = f"{name}_{triton}"
+    sizes = (cells.h, cells.w, remove, number, batch)
+    name = "_".join(["plan", *(str(int(size)) for size in sizes), str(triton)])
     tensor = scope.patch.kept.tensor
     plan = MergePlan(
         tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
@@ -102,12 +95,17 @@ def _memory(scope: Scope, x: Tensor, remove: int, triton: bool) -> tuple[MergePl
         tensor(f"{name}_span", (batch, n - remove, 2), torch.int32, x.device),
         triton,
     )
-    times = scope.call.timestep.numel()
     # No time is below minus infinity, so the first call makes the plan.
-    clock = tensor(
-        f"{name}_{batch}_clock", (2 + times,), torch.float32, x.device, fill=float("-inf")
-    )
-    return plan, clock
+    times = (2 + scope.call.timestep.numel(),)
+    return plan, tensor(f"{name}_clock", times, torch.float32, x.device, fill=float("-inf"))
+
+
+def _times(call: Call, batch: int) -> Tensor | None:
+    """The timesteps to draw by: one for all items of the batch, or one for each."""
+    timestep = call.timestep
+    if timestep is not None and batch % timestep.numel():
+        return timestep.reshape(-1)[:1]
+    return timestep
 
 
 def _key(scope: Scope) -> int:

@@ -21,7 +21,7 @@ from .kept import Kept
 from .plan import MergePlan
 from .proportional import Proportion
 from .schedule import Timeline, ratio_at
-from .selectors import SELECTORS
+from .selectors import SELECTORS, Selector
 from .settings import MergeWarning, Settings
 from .volume import Volume
 
@@ -64,7 +64,7 @@ class Patch:
     timeline: Timeline = field(default_factory=Timeline)
     blocks: int = 1
     """Transformer blocks in the model."""
-    selector: Callable[..., MergePlan] = field(init=False)
+    selector: Selector = field(init=False)
     """What groups tokens."""
     kept: Kept = field(default_factory=Kept)
     decisions: "tuple[Decision, ...]" = ()

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels import Cells
+from .kernels import Cells, Clock, Draw
 from .plan import MergePlan, join
+from .selectors import Selector
 
-__all__ = ["FrameGroups", "Volume", "plan_tokens"]
+__all__ = ["FrameGroups", "Keep", "Volume", "plan_tokens"]
+
+Keep = Callable[[int, int, int], tuple[MergePlan, Clock]]
+"""Memory for a plan that outlives a call, of so many items, tokens and slots; and its clock."""
 
 
 @dataclass(frozen=True)
@@ -95,36 +99,28 @@ class Volume:
 
 
 def plan_tokens(
-    selector: Callable[..., MergePlan],
+    select: Callable[[Tensor, Cells, int], MergePlan],
     metric: Tensor,
     volume: Volume,
     removes: Sequence[int],
-    *,
-    backend: str = "auto",
-    timestep: Tensor | None = None,
-    key: int = -1,
 ) -> MergePlan:
     """A plan of the tokens of a video, or of an image: one frame.
 
     Args:
-        selector: one of `SELECTORS`.
+        select: makes the plan of images from a metric `[B, N, C]`, their cells, and the tokens to
+            remove from each. All groups of frames are images to it, the groups of an item one
+            after the other.
         metric: what similarity is measured on, `[B, volume.tokens, C]`.
         removes: tokens to remove from each group, for each part of the volume.
-        backend: "auto", "triton" or "reference".
-        timestep, key: see `kernels.match_tokens`. All groups have the same draw.
     """
-    batch = metric.shape[0]
-    if timestep is not None and batch % timestep.numel():
-        timestep = timestep.reshape(-1)[:1]  # as without groups, whose number may make it fit
     plans, start = [], 0
     for part, remove in zip(volume.parts, removes, strict=True):
-        tokens = metric[:, start : start + part.tokens]
+        tokens = metric[:, start : start + part.tokens] if len(volume.parts) > 1 else metric
         start += part.tokens
         if remove == 0:
-            plans.append(MergePlan.identity(batch, part.tokens, metric.device))
-            continue
-        image = part.groups == part.frames == 1
-        x = tokens if image else part.fold(tokens)
-        plan = selector(x, part.cells, remove, backend=backend, timestep=timestep, key=key)
-        plans.append(plan if image else part.unfold(plan))
+            plans.append(MergePlan.identity(metric.shape[0], part.tokens, metric.device))
+        elif part.groups == part.frames == 1:
+            plans.append(select(tokens, part.cells, remove))
+        else:
+            plans.append(part.unfold(select(part.fold(tokens), part.cells, remove)))
     return join(plans)

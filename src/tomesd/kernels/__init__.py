@@ -25,13 +25,22 @@ from torch import Tensor
 
 from . import reference
 from .cells import Cells
-from .draw import draw_key, draw_offsets
+from .draw import Draw, draw_key, draw_offsets
+from .lists import Clock, Lists, list_members, renew
+from .operators import cells_and_remove, flatten, opaque_operator
 
 __all__ = [
     "Cells",
+    "Clock",
+    "Draw",
+    "Lists",
+    "cells_and_remove",
     "draw_key",
     "draw_offsets",
+    "list_members",
     "match_tokens",
+    "opaque_operator",
+    "renew",
     "slot_gather",
     "slot_mean",
     "slot_restore",
@@ -127,49 +136,13 @@ def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-@torch.library.custom_op(
-    "tomesd::match_tokens", mutates_args=("slot", "order", "span", "clock"), device_types=None
-)
-def _match_tokens(
-    metric: Tensor,
-    timestep: Tensor | None,
-    offsets: Tensor | None,
-    slot: Tensor,
-    order: Tensor,
-    span: Tensor,
-    clock: Tensor | None,
-    h: int,
-    w: int,
-    sy: int,
-    sx: int,
-    down: int,
-    across: int,
-    remove: int,
-    key: int,
-    refresh: int,
-    triton: bool,
-) -> None:
-    implementation = _triton_matching() if triton else reference
-    cells = Cells(h, w, sy, sx, down, across)
-    rest = (slot, order, span, clock, cells, remove, key, refresh)
-    _launch(implementation.match_tokens, metric, timestep, offsets, *rest)
-
-
-@_match_tokens.register_fake
-def _(*_: Any, **__: Any) -> None: ...
-
-
 def match_tokens(
     metric: Tensor,
     cells: Cells,
     remove: int,
-    plan: tuple[Tensor, Tensor, Tensor],
-    *,
-    timestep: Tensor | None = None,
-    key: int = -1,
-    offsets: Tensor | None = None,
-    clock: Tensor | None = None,
-    refresh: int = 1,
+    lists: Lists,
+    draw: Draw,
+    clock: Clock | None = None,
     triton: bool = False,
 ) -> None:
     """Merges the sources that are most similar to a destination of their window into it.
@@ -180,31 +153,30 @@ def match_tokens(
     Args:
         metric: what similarity is measured on, by cosine, `[B, N, C]`.
         remove: tokens to remove, at most `cells.sources`.
-        plan: where to write slot `[B, N]` int64, order `[B, N]` and span `[B, N - remove, 2]`
-            int32; see `MergePlan`.
-        timestep: `[]` or `[T]`.
-        key: draws the destinations, together with the timestep; negative: the top left of each
-            cell.
-        offsets: or the destinations are given: the dst of each cell, `[1 or B, cells.count]`.
-        clock: state of a plan that is kept, `[2 + T]` float32: is it to be made anew, calls it has
-            served, last timesteps; minus infinity at first. Leaves the plan as it is while the
-            timestep falls and it has served fewer than `refresh` calls.
+        lists: where to write the plan, of `N - remove` slots.
+        draw: the destinations.
+        clock: of lists that are kept: leaves them as they are while they are fresh.
         triton: as `use_triton` says.
     """
     if triton and _is_launched_here(metric):
-        rest = (clock, cells, remove, key, refresh)
-        _launch(_triton_matching().match_tokens, metric, timestep, offsets, *plan, *rest)
-        return
-    tensors = (metric.detach(), timestep, offsets, *plan, clock)
-    if triton and _is_launched_by_compiler(metric):
-        torch.ops.tomesd.match_tokens_triton(*tensors, *cells.numbers, remove, key, refresh)
+        _launch(_triton_matching().match_tokens, metric, cells, remove, lists, draw, clock)
+    elif triton and _is_launched_by_compiler(metric):
+        torch.ops.tomesd.match_tokens_triton(*flatten(metric, cells, remove, lists, draw, clock))
     else:
-        _match_tokens(*tensors, *cells.numbers, remove, key, refresh, triton)
+        _match_tokens(metric, cells, remove, lists, draw, clock, triton)
+
+
+def _match_by(metric: Tensor, *rest: Any) -> None:
+    *plan, triton = rest
+    _launch((_triton_matching() if triton else reference).match_tokens, metric, *plan)
+
+
+_match_tokens = opaque_operator("match_tokens", _match_by)
 
 
 @torch.library.custom_op("tomesd::slot_mean", mutates_args=())
 def _slot_mean(x: Tensor, slot: Tensor, order: Tensor, span: Tensor) -> Tensor:
-    mean: Tensor = _launch(_triton_merging().slot_mean, x, slot, order, span)
+    mean: Tensor = _launch(_triton_merging().slot_mean, x, Lists(slot, order, span))
     return mean
 
 
@@ -218,26 +190,26 @@ _slot_mean.register_autograd(
 )
 
 
-def slot_mean(x: Tensor, slot: Tensor, order: Tensor, span: Tensor, triton: bool = False) -> Tensor:
+def slot_mean(x: Tensor, lists: Lists, triton: bool = False) -> Tensor:
     """Mean of the tokens in each slot.
 
     Args:
         x: tokens, `[B, N, C]`.
-        slot, order, span: see `MergePlan`.
+        lists: of the plan.
         triton: as `use_triton` says.
 
     Returns:
         `[B, M, C]`, in the dtype of `x`.
     """
     if not triton:
-        return reference.slot_mean(x, slot, order, span)
+        return reference.slot_mean(x, lists)
     if _is_launched_here(x) and not _wants_gradient(x):
-        mean: Tensor = _launch(_triton_merging().slot_mean, x, slot, order, span)
+        mean: Tensor = _launch(_triton_merging().slot_mean, x, lists)
         return mean
     if _is_launched_by_compiler(x):
-        compiled: Tensor = torch.ops.tomesd.slot_mean_triton(x, slot, order, span)
+        compiled: Tensor = torch.ops.tomesd.slot_mean_triton(x, *lists)
         return compiled
-    return _slot_mean(x, slot, order, span)
+    return _slot_mean(x, *lists)
 
 
 def slot_gather(y: Tensor, slot: Tensor, triton: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from .cells import Cells
 from .draw import MASK, MULTIPLIERS
 from .triton_launch import power_of_2
 
-__all__ = ["dst_token", "inverse_length", "src_token", "window_tile"]
+__all__ = ["cells_in", "dst_token", "inverse_length", "src_token", "window_tile"]
 
 _MASK = tl.constexpr(MASK)
 _M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
@@ -28,21 +28,16 @@ def _mix(x):
 
 
 @triton.jit
-def offset(cell, valid, row, cells, offsets, time, key, choices: tl.constexpr):
-    """Which token of each cell is its destination.
+def _drawn(cell, time, key, choices: tl.constexpr):
+    """Which token of each cell is its destination, as `Draw.offsets` has it.
 
-    It is given in offsets [T, cells], or drawn as `draw.draw_offsets` does, or, if the key is
-    negative, the first. Takes the time itself, not where it is: PyTorch believes of a function that
-    helps to find an address to write to that it writes to all pointers it is given, and replays no
-    CUDA graphs of models whose input is written to.
+    Takes the time itself, not where it is: PyTorch believes of a function that helps to find an
+    address to write to that it writes to all pointers it is given, and replays no CUDA graphs of
+    models whose input is written to.
     """
-    if offsets is not None:
-        inside = tl.load(offsets + row * cells + cell, valid, other=0)
-    else:
-        bits = time.to(tl.int32, bitcast=True).to(tl.int64) & _MASK
-        drawn = _mix(_mix(bits ^ key) ^ _mix(cell.to(tl.int64))) % choices
-        inside = tl.where(key < 0, 0, drawn).to(tl.int32)
-    return inside
+    bits = time.to(tl.int32, bitcast=True).to(tl.int64) & _MASK
+    drawn = _mix(_mix(bits ^ key) ^ _mix(cell.to(tl.int64))) % choices
+    return tl.where(key < 0, 0, drawn).to(tl.int32)
 
 
 @triton.jit
@@ -60,56 +55,33 @@ def _in_window(y_x, window, h, w, across):
 
 
 @triton.jit
-def dst_token(
-    d,
-    offsets,
-    time,
-    key,
-    row,
-    h,
-    w,
-    windows,
-    across,
-    columns,
-    count,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-):
+def cells_in(h, w, sy: tl.constexpr, sx: tl.constexpr):
+    """Cells, and so destinations, of a window of h x w tokens."""
+    return (h // sy) * (w // sx)
+
+
+@triton.jit
+def dst_token(d, time, key, h, w, across, sy: tl.constexpr, sx: tl.constexpr):
     """Destination d, counted window by window: the chosen token of cell d."""
-    cells = windows * count
-    inside = offset(d, d < cells, row, cells, offsets, time, key, sy * sx)
+    columns, count = w // sx, cells_in(h, w, sy, sx)
+    inside = _drawn(d, time, key, sy * sx)
     i = d % count
     y, x = (i // columns) * sy + inside // sx, (i % columns) * sx + inside % sx
     return _in_window(y * w + x, d // count, h, w, across)
 
 
 @triton.jit
-def src_token(
-    s,
-    offsets,
-    time,
-    key,
-    row,
-    h,
-    w,
-    windows,
-    across,
-    columns,
-    count,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-):
+def src_token(s, time, key, h, w, across, sy: tl.constexpr, sx: tl.constexpr):
     """Source s, counted window by window: the rest of each cell, then what belongs to none."""
     others: tl.constexpr = sy * sx - 1
     per_cell: tl.constexpr = others if others > 0 else 1
+    columns, count = w // sx, cells_in(h, w, sy, sx)
     sources = h * w - count
     window = s // sources
     i = s % sources
     in_cells = count * others
     d = i // per_cell
-    valid = (window < windows) & (i < in_cells)
-    cell = window * count + d
-    first = offset(cell, valid, row, windows * count, offsets, time, key, sy * sx)
+    first = _drawn(window * count + d, time, key, sy * sx)
     inside = (first + i % per_cell + 1) % (sy * sx)
     of_cell = ((d // columns) * sy + inside // sx) * w + (d % columns) * sx + inside % sx
     i -= in_cells

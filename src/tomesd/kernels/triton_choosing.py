@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .cells import Cells
-from .triton_cells import dst_token, src_token, window_tile
+from .lists import Lists
+from .triton_cells import cells_in, dst_token, src_token, window_tile
 from .triton_launch import blocks, jit_at_any_step, power_of_2
 
 __all__ = ["choose_sources"]
@@ -82,7 +83,6 @@ def _choose(score, match, flag, sources, remove, BLOCK: tl.constexpr):
 @jit_at_any_step
 def _list_window(
     chosen,
-    offsets,
     timestep,
     key,
     rows,
@@ -94,8 +94,6 @@ def _list_window(
     w,
     windows,
     across,
-    columns,
-    count,
     remove,
     sy: tl.constexpr,
     sx: tl.constexpr,
@@ -113,6 +111,7 @@ def _list_window(
     window = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     n = h * w
+    count = cells_in(h, w, sy, sx)
     sources = n - count
     kept = windows * sources - remove
     i = tl.arange(0, BLOCK_S)
@@ -134,8 +133,8 @@ def _list_window(
 
     row = b // rows
     time = tl.load(timestep + row).to(tl.float32)
-    src = src_token(s, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
-    dst = dst_token(d, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+    src = src_token(s, time, key, h, w, across, sy, sx)
+    dst = dst_token(d, time, key, h, w, across, sy, sx)
     slot += b * windows * n
     order += b * windows * n
     span += b * (windows * n - remove) * 2
@@ -160,7 +159,6 @@ def _goes(chosen, i, sources):
 @jit_at_any_step
 def _list_members(
     chosen,
-    offsets,
     timestep,
     key,
     rows,
@@ -172,8 +170,6 @@ def _list_members(
     w,
     windows,
     across,
-    columns,
-    count,
     remove,
     sy: tl.constexpr,
     sx: tl.constexpr,
@@ -187,7 +183,8 @@ def _list_members(
             return
     b = tl.program_id(1).to(tl.int64)
     n = windows * h * w
-    sources = n - windows * count
+    count = windows * cells_in(h, w, sy, sx)
+    sources = n - count
     kept = sources - remove
     chosen += b * sources
     slot += b * n
@@ -210,7 +207,7 @@ def _list_members(
             before += (other[None, :] < goes[:, None]).to(tl.int32)
         tied = (goes[None, :] == goes[:, None]) & (s[None, :] < s[:, None])
         earlier = tl.sum(before, axis=1) + tl.sum(tied.to(tl.int32), axis=1)
-        token = src_token(s, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+        token = src_token(s, time, key, h, w, across, sy, sx)
         merged = (s < sources) & (goes < _NOWHERE)
         alone = (s < sources) & (goes == _NOWHERE)
         number = tl.load(chosen + s, s < sources, other=0)
@@ -227,9 +224,9 @@ def _list_members(
             other = _goes(chosen, j0 + tl.arange(0, BLOCK_J), sources)[None, :]
             before += (other < d[:, None]).to(tl.int32)
             members += (other == d[:, None]).to(tl.int32)
-        token = dst_token(d, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+        token = dst_token(d, time, key, h, w, across, sy, sx)
         place = kept + tl.sum(before, axis=1) + d
-        valid = d < windows * count
+        valid = d < count
         tl.store(slot + token, (kept + d).to(tl.int64), valid)
         tl.store(order + place, token, valid)
         tl.store(span + (kept + d) * 2, place, valid)
@@ -241,26 +238,27 @@ def choose_sources(
     match: Tensor,
     cells: Cells,
     remove: int,
-    destinations: dict[str, Any],
-    plan: dict[str, Any],
-    clock: Tensor | None,
+    lists: Lists,
+    common: dict[str, Any],
     wrap_triton: Callable[[Any], Any],
 ) -> None:
     """Writes the plan that merges the `remove` sources with the best scores.
 
     Args:
         score, match: see `triton_search.search`; the matches are written over.
-        destinations: which tokens are, as arguments of kernels.
-        plan: where to write slot, order and span.
+        lists: where to write the plan.
+        common: arguments that all kernels of the matching take.
     """
     batch, window = score.shape[0], cells.window
     block = min(power_of_2(cells.sources), 8192)
     wrap_triton(_choose)[(batch,)](
-        score, match, clock, cells.sources, remove, BLOCK=block, num_warps=8, num_stages=1
+        score, match, common["flag"], cells.sources, remove, BLOCK=block, num_warps=8, num_stages=1
     )
-    common = {"chosen": match, **destinations, **plan, "flag": clock, "remove": remove}
+    slot, order, span = lists
+    common = common | {"chosen": match, "slot": slot, "order": order, "span": span}
     if window.fits_one_program:
-        wrap_triton(_list_window)[(cells.windows, batch)](**common, **window_tile(window))
-        return
-    programs = blocks(cells.sources, 32) + blocks(cells.count, 32)
-    wrap_triton(_list_members)[(programs, batch)](**common, BLOCK=32, BLOCK_J=128)
+        grid = (cells.windows, batch)
+        wrap_triton(_list_window)[grid](**common, remove=remove, **window_tile(window))
+    else:
+        grid = (blocks(cells.sources, 32) + blocks(cells.count, 32), batch)
+        wrap_triton(_list_members)[grid](**common, remove=remove, BLOCK=32, BLOCK_J=128)

@@ -8,7 +8,7 @@ without the host, which is what lets a CUDA graph keep a plan over steps.
 # Kernels are Triton's language, not Python's.
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, allow-untyped-calls
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .cells import Cells
+from .draw import Draw
+from .lists import Clock, Lists
+from .operators import WRITTEN, unflatten
 from .triton_choosing import choose_sources
 from .triton_launch import jit_at_any_step, power_of_2, quickly
 from .triton_search import search
@@ -39,86 +42,54 @@ def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):
 
 def match_tokens(
     metric: Tensor,
-    timestep: Tensor | None,
-    offsets: Tensor | None,
-    slot: Tensor,
-    order: Tensor,
-    span: Tensor,
-    clock: Tensor | None,
     cells: Cells,
     remove: int,
-    key: int,
-    refresh: int,
+    lists: Lists,
+    draw: Draw,
+    clock: Clock | None,
     wrap_triton: Callable[[Any], Any] = quickly,
 ) -> None:
     """See `kernels.match_tokens`; `wrap_triton`: see `triton_launch`."""
     metric = metric.contiguous()
-    if timestep is not None:
-        timestep = timestep.reshape(-1)
+    timestep = draw.timestep
+    timestep = metric.new_zeros(1) if timestep is None else timestep.reshape(-1)
     if clock is not None:
-        assert timestep is not None
         times = int(timestep.shape[0])
-        block = power_of_2(times)
-        wrap_triton(_tick)[(1,)](clock, timestep, refresh, times, BLOCK=block)
-    destinations = _destinations(metric, timestep, offsets, cells, key)
-    score, match = search(metric, cells, destinations, clock, wrap_triton)
-    plan = {"slot": slot, "order": order, "span": span}
-    choose_sources(score, match, cells, remove, destinations, plan, clock, wrap_triton)
-
-
-def _destinations(
-    metric: Tensor, timestep: Tensor | None, offsets: Tensor | None, cells: Cells, key: int
-) -> dict[str, Any]:
-    """The arguments by which kernels know the windows and the destinations in them."""
-    if offsets is not None:
-        offsets = timestep = offsets.int().contiguous()  # the time is read, but nothing is drawn
-    elif timestep is None:
-        timestep = metric.new_zeros(1, dtype=torch.float32)
-    batch, draws = metric.shape[0], timestep.shape[0]
+        wrap_triton(_tick)[(1,)](
+            clock.state, timestep, clock.refresh, times, BLOCK=power_of_2(times)
+        )
     window = cells.window
-    return {
-        "offsets": offsets,
+    batch, draws = metric.shape[0], timestep.shape[0]
+    common = {
         "timestep": timestep,
-        "key": key,
+        "key": draw.key,
         # So many images of the batch have the same destinations.
         "rows": batch // draws if batch % draws == 0 else batch,
+        "flag": None if clock is None else clock.state,
         "h": window.h,
         "w": window.w,
         "windows": cells.windows,
         "across": cells.across,
-        "columns": window.w // cells.sx,
-        "count": window.count,
         "sy": cells.sy,
         "sx": cells.sx,
     }
+    score, match = search(metric, cells, common, wrap_triton)
+    choose_sources(score, match, cells, remove, lists, common, wrap_triton)
 
 
-@torch.library.triton_op(
-    "tomesd::match_tokens_triton", mutates_args=("slot", "order", "span", "clock")
-)
+@torch.library.triton_op("tomesd::match_tokens_triton", mutates_args=WRITTEN)
 def match_tokens_op(
     metric: Tensor,
     timestep: Tensor | None,
-    offsets: Tensor | None,
     slot: Tensor,
     order: Tensor,
     span: Tensor,
     clock: Tensor | None,
-    h: int,
-    w: int,
-    sy: int,
-    sx: int,
-    down: int,
-    across: int,
-    remove: int,
-    key: int,
-    refresh: int,
+    numbers: Sequence[int],
 ) -> None:
     """`match_tokens`, for compiled models: the compiler launches the kernels itself.
 
     Has to come last: registering it, PyTorch looks up the kernels in what it calls.
     """
-    cells = Cells(h, w, sy, sx, down, across)
-    lists = (slot, order, span)
-    wrap = torch.library.wrap_triton
-    match_tokens(metric, timestep, offsets, *lists, clock, cells, remove, key, refresh, wrap)
+    arguments = unflatten(metric, timestep, slot, order, span, clock, numbers)
+    match_tokens(*arguments, torch.library.wrap_triton)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
+from .lists import Lists
 from .triton_launch import blocks, quickly
 
 __all__ = ["slot_gather", "slot_mean", "slot_mean_op", "slot_restore"]
@@ -87,15 +88,10 @@ def _slot_restore(
     tl.store(out + target, value.to(out.dtype.element_ty), inside)
 
 
-def slot_mean(
-    x: Tensor,
-    slot: Tensor,
-    order: Tensor,
-    span: Tensor,
-    wrap_triton: Callable[[Any], Any] = quickly,
-) -> Tensor:
+def slot_mean(x: Tensor, lists: Lists, wrap_triton: Callable[[Any], Any] = quickly) -> Tensor:
     """See `kernels.slot_mean`; `wrap_triton`: see `triton_launch`."""
     batch, n, channels = x.shape
+    _, order, span = lists
     slots = span.shape[1]
     out = x.new_empty(batch, slots, channels)
     wrap_triton(_slot_mean)[(blocks(slots, 8), blocks(channels, 128), batch)](
@@ -107,7 +103,7 @@ def slot_mean(
 @torch.library.triton_op("tomesd::slot_mean_triton", mutates_args=())
 def slot_mean_op(x: Tensor, slot: Tensor, order: Tensor, span: Tensor) -> Tensor:
     """`slot_mean`, for compiled models: the compiler launches the kernel itself."""
-    return slot_mean(x, slot, order, span, torch.library.wrap_triton)
+    return slot_mean(x, Lists(slot, order, span), torch.library.wrap_triton)
 
 
 slot_mean_op.register_autograd(

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .cells import Cells
-from .triton_cells import dst_token, inverse_length, src_token, window_tile
+from .triton_cells import cells_in, dst_token, inverse_length, src_token, window_tile
 from .triton_launch import blocks, jit_at_any_step
 
 __all__ = ["search"]
@@ -27,7 +27,6 @@ __all__ = ["search"]
 @jit_at_any_step
 def _best_in_window(
     x,
-    offsets,
     timestep,
     key,
     rows,
@@ -38,8 +37,6 @@ def _best_in_window(
     w,
     windows,
     across,
-    columns,
-    count,
     channels,
     sy: tl.constexpr,
     sx: tl.constexpr,
@@ -54,14 +51,15 @@ def _best_in_window(
             return
     window = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
+    count = cells_in(h, w, sy, sx)
     sources = h * w - count
     i = tl.arange(0, BLOCK_S)
     j = tl.arange(0, BLOCK_D)
     s, d = window * sources + i, window * count + j
     row = b // rows
     time = tl.load(timestep + row).to(tl.float32)
-    src = src_token(s, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
-    dst = dst_token(d, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+    src = src_token(s, time, key, h, w, across, sy, sx)
+    dst = dst_token(d, time, key, h, w, across, sy, sx)
     x += b * windows * h * w * channels
     src_row = x + src.to(tl.int64) * channels
     dst_row = x + dst.to(tl.int64) * channels
@@ -117,7 +115,6 @@ def _inverse_norm(x, out, flag, n, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.
 def _best_match(
     x,
     inverse,
-    offsets,
     timestep,
     key,
     rows,
@@ -128,8 +125,6 @@ def _best_match(
     w,
     windows,
     across,
-    columns,
-    count,
     channels,
     sy: tl.constexpr,
     sx: tl.constexpr,
@@ -144,6 +139,7 @@ def _best_match(
             return
     window = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
+    count = cells_in(h, w, sy, sx)
     sources = h * w - count
     first = b * windows * h * w
     x += first * channels
@@ -152,7 +148,7 @@ def _best_match(
     s = window * sources + i
     row = b // rows
     time = tl.load(timestep + row).to(tl.float32)
-    src = src_token(s, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+    src = src_token(s, time, key, h, w, across, sy, sx)
     src_inverse = tl.load(inverse + src, i < sources, other=0.0)
     # Unusable tokens are not loaded: an infinity times the zero of its inverse is NaN.
     src_row = x + src.to(tl.int64) * channels
@@ -161,7 +157,7 @@ def _best_match(
     for j0 in range(0, count, BLOCK_D):
         j = j0 + tl.arange(0, BLOCK_D)
         d = window * count + j
-        dst = dst_token(d, offsets, time, key, row, h, w, windows, across, columns, count, sy, sx)
+        dst = dst_token(d, time, key, h, w, across, sy, sx)
         dst_inverse = tl.load(inverse + dst, j < count, other=0.0)
         dst_row = x + dst.to(tl.int64) * channels
         product = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
@@ -190,15 +186,14 @@ def _best_match(
 def search(
     metric: Tensor,
     cells: Cells,
-    destinations: dict[str, Any],
-    clock: Tensor | None,
+    common: dict[str, Any],
     wrap_triton: Callable[[Any], Any],
 ) -> tuple[Tensor, Tensor]:
     """The best match of every source.
 
     Args:
         metric: `[B, N, C]`, contiguous.
-        destinations: which tokens are, as arguments of kernels.
+        common: arguments that all kernels of the matching take.
 
     Returns:
         Scores `[B, S]`, float32, and numbers of destinations `[B, S]`, int32, both counted window
@@ -209,11 +204,10 @@ def search(
     # Each its own tensor: the compiler would copy the parts of a common one.
     score = metric.new_empty(batch, cells.sources, dtype=torch.float32)
     match = metric.new_empty(batch, cells.sources, dtype=torch.int32)
-    common = {**destinations, "score": score, "match": match, "flag": clock, "channels": channels}
+    common = common | {"x": metric, "score": score, "match": match, "channels": channels}
     if window.fits_one_program:
         wide = metric.dtype == torch.float32
         wrap_triton(_best_in_window)[(windows, batch)](
-            x=metric,
             **common,
             **window_tile(window),
             precision="tf32x3" if wide else "ieee",
@@ -222,11 +216,11 @@ def search(
         return score, match
     inverse = metric.new_empty(batch, n, dtype=torch.float32)
     wrap_triton(_inverse_norm)[(blocks(n, 8), batch)](
-        metric, inverse, clock, n, channels, BLOCK_N=8, BLOCK_C=256
+        metric, inverse, common["flag"], n, channels, BLOCK_N=8, BLOCK_C=256
     )
     tiles = _tiles(metric, window.count)
     wrap_triton(_best_match)[(blocks(window.sources, tiles["BLOCK_S"]), windows, batch)](
-        x=metric, inverse=inverse, **common, **tiles
+        inverse=inverse, **common, **tiles
     )
     return score, match
 

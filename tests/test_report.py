@@ -16,6 +16,7 @@ from zoo_diffusers import make_sd_pipeline
 import tomesd
 from tomesd.cli.run import run as command
 from tomesd.evaluation import (
+    METRICS,
     Definition,
     Estimate,
     Judges,
@@ -29,9 +30,9 @@ from tomesd.evaluation import (
     read_results,
 )
 from tomesd.evaluation.figures import draw_pareto, pareto_front
+from tomesd.evaluation.images import versions
 from tomesd.evaluation.report import write_report
-from tomesd.evaluation.sampling import versions
-from tomesd.evaluation.tables import QUALITY, labels_of, methods_of
+from tomesd.evaluation.results import labels_of, methods_of
 
 PROMPTS = [f'a <b>{animal}</b> & "friends"' for animal in ("cat", "dog", "fox", "pig")]
 # On a CPU and at this size, merging does not pay, and would not be done.
@@ -244,6 +245,6 @@ def test_methods_are_told_apart_by_what_differs() -> None:
 
 
 def test_there_is_no_plot_of_nothing() -> None:
-    column = next(column for column in QUALITY if column.key == "lpips")
+    lpips = next(metric for metric in METRICS if metric.name == "lpips")
     result = Result(Variant("a", "merged", {"ratio": 0.5}), 4, None, None, None, 0, {})
-    assert draw_pareto([result], column) is None
+    assert draw_pareto([result], lpips) is None

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..generation.loading import (
     denoiser,
+    denoiser_name,
     load_pipeline,
     pick_device,
     pick_dtype,
@@ -92,7 +93,7 @@ class Subject:
     def pipe_with(self, model: nn.Module) -> Any:
         """The pipeline around another denoising model."""
         pipe = copy.copy(self.pipe)
-        setattr(pipe, "unet" if getattr(pipe, "unet", None) is not None else "transformer", model)
+        setattr(pipe, denoiser_name(pipe), model)
         return pipe
 
 

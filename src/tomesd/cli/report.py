@@ -7,6 +7,9 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from ..evaluation import Run
+from ..evaluation.report import write_report
+
 __all__ = ["Report"]
 
 
@@ -24,9 +27,6 @@ class Report:
     """How many from the middle."""
 
     def run(self, console: Console) -> None:
-        from ..evaluation import Run
-        from ..evaluation.report import write_report
-
         path = write_report(Run(self.folder), worst=self.worst, typical=self.typical)
         console.print(f"{path}  {path.stat().st_size / 1e6:.1f} MB, with everything in it")
         console.print(f"{self.folder / 'figures'}  its plots")

@@ -6,9 +6,9 @@ from typing import Any
 
 import tomesd
 
+from ..generation import Sampling
 from ..presets import PRESETS
 from ..settings import DOWNSAMPLES
-from .runs import Sampling
 
 __all__ = ["Choice", "Options", "first_options", "levels_of", "search_space"]
 

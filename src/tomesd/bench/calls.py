@@ -11,8 +11,6 @@ from ..generation.sampling import Sampling, call_pipeline
 from ..hosts.inputs import example_inputs
 from .models import ARCHITECTURES, Subject
 
-__all__ = ["WHATS", "Images", "Step", "make_call", "random_inputs"]
-
 WHATS = ("step", "pipeline")
 _PROMPT = "a photo of a red fox in the snow"
 _GUIDANCE = 7.5

@@ -17,8 +17,6 @@ from .models import Subject, load_subject, shared_copy
 from .modes import EAGER, GRAPH, MODES, Graph, compile_model, warm_up
 from .rows import OUT_OF_MEMORY, SETTING, Row, RowFile
 
-__all__ = ["Case", "Prepared", "Subjects", "measure_case", "prepare", "run_cases"]
-
 OnCase = Callable[["Case"], None]
 """Called with the case whenever a contender in it is ready or was timed once."""
 

@@ -13,8 +13,6 @@ from ..patch import patch_of
 from ..policy import Frame
 from ..settings import Settings
 
-__all__ = ["FREE", "ORIGINAL", "OURS", "UNPATCHED", "Contender", "FreePlan", "FreePlanner"]
-
 UNPATCHED, OURS, ORIGINAL, FREE = "unpatched", "tomesd", "original", "free"
 
 # A plan that is used longer is taken to be kept for the whole image.

@@ -15,8 +15,6 @@ from ..generation.loading import first_line
 from .calls import Call
 from .rows import OUT_OF_MEMORY
 
-__all__ = ["Effort", "Timing", "attempt", "free_memory", "take_turns", "time_calls"]
-
 _Key = TypeVar("_Key", bound=Hashable)
 
 

@@ -18,8 +18,6 @@ from ..generation.loading import (
     set_attention,
 )
 
-__all__ = ["ARCHITECTURES", "Subject", "load_subject", "shared_copy"]
-
 _CROSS_DOWN, _CROSS_UP = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"
 
 _SD15 = {

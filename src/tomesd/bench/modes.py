@@ -7,8 +7,6 @@ from torch import nn
 
 from .calls import Call
 
-__all__ = ["MODES", "Graph", "Mode", "compile_model", "warm_up"]
-
 Mode = Literal[
     "eager",
     "compile",

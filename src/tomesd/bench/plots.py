@@ -8,8 +8,6 @@ from .contenders import FREE, UNPATCHED
 from .rows import Row
 from .tables import Comparison, comparisons, duration
 
-__all__ = ["figure", "plot_rows", "save_figure"]
-
 COLOURS = {
     "unpatched": "#777777",
     "original": "#d1495b",

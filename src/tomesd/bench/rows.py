@@ -15,8 +15,6 @@ import torch
 from .. import __version__
 from ..files import append_json_line, read_json_lines
 
-__all__ = ["Row", "RowFile", "environment", "read_rows"]
-
 Row = dict[str, Any]
 
 OUT_OF_MEMORY = "OOM"

@@ -28,8 +28,6 @@ from ..settings import Settings
 from .options import MergeOptions
 from .progress import progress_bar
 
-__all__ = ["Bench"]
-
 _SMALLEST, _MULTIPLE = 64, 8
 
 
@@ -41,50 +39,35 @@ class Bench:
     model: tuple[str, ...] = (DEMO_MODEL,)
     """`sd15`, `sd21`, `sdxl`: these architectures with random weights, nothing to download. `demo`
     for the embedded model, or a folder, a file or a hub id."""
-
     sizes: tuple[str, ...] = ()
     """Side of the image in pixels, or width and height as 768x512. The model's own if not given."""
-
     images: tuple[int, ...] = (1,)
     """Images at a time. A step runs on twice as many, with guidance."""
-
     ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of the tokens to remove."""
-
     attention: tuple[str, ...] = ("default",)
     """default, eager, sdpa, xformers, or attention backends of diffusers by name."""
-
     mode: tuple[Mode, ...] = ("eager",)
     """eager; compiled, in one of the modes of torch.compile; or replayed as a CUDA graph."""
-
     what: Literal["step", "pipeline"] = "step"
     """One step of the denoising model, or whole images with scheduler and decoder."""
-
     steps: int = 20
     """Steps of a whole image."""
-
     original: Path | None = None
     """Compare with tomesd 0.1.3 in this folder: pip install --no-deps --target FOLDER
     tomesd==0.1.3"""
-
     bound: bool = True
     """Measure also what merging would take if nothing had to be matched."""
-
     seconds: float = 10.0
     """Time to measure each setting for, once all is warm. More: less noise."""
-
     device: str = "auto"
     """Where to run: auto, cpu, cuda, cuda:1, mps."""
-
     dtype: Dtype = "auto"
     """Precision. auto: float16 on a GPU, float32 on a CPU."""
-
     out: Path = Path("bench_output")
     """Folder for the rows, the table and the plot. Rows are added to those that are there."""
-
     resume: bool = False
     """Go on with the last run in the folder: what it has measured is not measured again."""
-
     merge: MergeOptions = field(default_factory=MergeOptions)
 
     def run(self, console: Console) -> None:

@@ -11,8 +11,6 @@ from ..generation import ImageComparison, compare, save_image
 from .options import ImageOptions, MergeOptions, ModelOptions
 from .progress import progress_bar
 
-__all__ = ["Demo"]
-
 PROMPTS = (
     "a fox and two pears on a green gradient background",
     "a penguin on an orange and yellow striped background",
@@ -25,13 +23,10 @@ class Demo:
 
     prompt: tuple[str, ...] = PROMPTS
     """What to draw."""
-
     ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of the tokens to remove."""
-
     out: Path = Path("demo_output")
     """Folder for the pictures."""
-
     sampling: ImageOptions = field(default_factory=lambda: ImageOptions(steps=14))
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)

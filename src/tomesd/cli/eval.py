@@ -16,8 +16,6 @@ from ..generation.loading import denoiser
 from .options import MergeOptions, ModelOptions, PromptOptions, SamplingOptions
 from .progress import progress_bar
 
-__all__ = ["Eval"]
-
 
 @dataclass(frozen=True)
 class Eval:
@@ -29,42 +27,30 @@ class Eval:
 
     out: Path = Path("evaluation")
     """Folder of the run."""
-
     ratios: tuple[float, ...] | None = None
     """Shares of the tokens to remove: 0.25, 0.5 and 0.75 if not given, or with --settings or
     --preset what these say."""
-
     vary: tuple[str, ...] = ()
     """Other settings to try, in all combinations: NAME=VALUE,VALUE ... as in
     --vary max_downsample=1,2 use_rand=true,false"""
-
     original: Path | None = None
     """Folder of tomesd 0.1.3, to compare with."""
-
     batch: int = 8
     """Images made at a time."""
-
     reference: Path | None = None
     """Folder of real images for FID and KID. Both are always measured to the unmerged images."""
-
     lpips: Literal["alex", "vgg", "none"] = "alex"
     """Network of LPIPS."""
-
     lpips_weights: Path | None = None
     """A file instead of the installed weights of LPIPS."""
-
     inception: Path | None = None
     """A TorchScript file instead of the installed Inception network."""
-
     sets: bool = True
     """Measure FID and KID."""
-
     clip: Path | None = None
     """Folder of a CLIP model, to measure how well images follow their prompts."""
-
     extend: bool = False
     """Add settings to a run that was started without them."""
-
     prompt: PromptOptions = field(default_factory=PromptOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -12,8 +12,6 @@ from ..settings import Settings
 from .options import ImageOptions, MergeOptions, ModelOptions
 from .progress import progress_bar
 
-__all__ = ["Generate"]
-
 
 @dataclass(frozen=True)
 class Generate:
@@ -21,19 +19,14 @@ class Generate:
 
     prompt: tuple[str, ...] = ()
     """One prompt or several, each in quotes."""
-
     prompt_file: Path | None = None
     """A text file with one prompt a line, in addition."""
-
     negative: str = ""
     """What to keep out of the images."""
-
     images: int = 1
     """Images per prompt, from consecutive seeds."""
-
     out: Path = Path("images")
     """Folder for the images."""
-
     sampling: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)

@@ -13,16 +13,6 @@ from ..evaluation import Item, load_prompts, make_items
 from ..generation.loading import DEMO_MODEL, Dtype, Offload, load_pipeline
 from ..settings import Protect, Schedule, Settings
 
-__all__ = [
-    "ImageOptions",
-    "MergeOptions",
-    "ModelOptions",
-    "PromptOptions",
-    "SamplingOptions",
-    "named_in",
-    "types",
-]
-
 
 @dataclass(frozen=True)
 class MergeOptions(Settings):
@@ -31,10 +21,8 @@ class MergeOptions(Settings):
     settings: Path | None = None
     """A settings file to begin with, as tomesd tune writes it. Other options that are given here
     win over what it says."""
-
     preset: presets.Preset | None = None
     """Or settings by name to begin with."""
-
     named: tyro.conf.Suppress[frozenset[str]] = frozenset()
     """The options that the command line names."""
 
@@ -107,23 +95,17 @@ class ModelOptions:
     model: str = DEMO_MODEL
     """`demo` for the embedded model, a folder in diffusers format, a single .safetensors or .ckpt
     file, or a hub id."""
-
     config: Path | None = None
     """For a single file: a local folder in diffusers format to take the configuration, the
     tokenizer and the scheduler from. Without it, diffusers asks the hub."""
-
     device: str = "auto"
     """Where to run: auto, cpu, cuda, cuda:1, mps."""
-
     dtype: Dtype = "auto"
     """Precision. auto: float16 on a GPU, float32 on a CPU."""
-
     attention: str = "default"
     """default, eager, sdpa, xformers, or an attention backend of diffusers by name."""
-
     compile: bool = False
     """Compile the model with torch.compile: a slow first image, then faster ones."""
-
     offload: Offload = "none"
     """Keep in GPU memory only what runs: whole models, or layer by layer."""
 
@@ -145,10 +127,8 @@ class ImageOptions:
 
     steps: int = 30
     """Denoising steps."""
-
     guidance: float = 5.0
     """How closely to follow the prompt."""
-
     size: tuple[int, int] | None = None
     """Width and height in pixels. The model's own if not given."""
 
@@ -159,7 +139,6 @@ class SamplingOptions(ImageOptions):
 
     negative: str = ""
     """What to keep out of the images."""
-
     scheduler: Literal["own", "ddim", "plms"] = "own"
     """The model's own, DDIM, or PLMS (PNDM)."""
 
@@ -177,13 +156,10 @@ class PromptOptions:
     prompts: str = "held-out"
     """held-out (captions of the embedded model), imagenet, imagenet:FILE (a class a line), a .tsv
     file with a column Prompt such as Parti-prompts, or a text file with a prompt a line."""
-
     count: int | None = 100
     """How many prompts. None takes all."""
-
     images: int = 1
     """Images per prompt, each from a seed of its own."""
-
     image_seed: int = 0
     """Where the seeds of the noise begin."""
 

@@ -8,8 +8,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..generation.progress import OnProgress
 
-__all__ = ["progress_bar"]
-
 _LONGEST = 44
 
 

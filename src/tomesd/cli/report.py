@@ -10,8 +10,6 @@ from rich.console import Console
 from ..evaluation import Run
 from ..evaluation.report import write_report
 
-__all__ = ["Report"]
-
 
 @dataclass(frozen=True)
 class Report:
@@ -19,10 +17,8 @@ class Report:
 
     folder: Annotated[Path, tyro.conf.Positional]
     """Folder of the run."""
-
     worst: int = 8
     """How many of the images that merging changed most to show."""
-
     typical: int = 4
     """How many from the middle."""
 

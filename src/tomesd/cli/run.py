@@ -24,8 +24,6 @@ from .report import Report
 from .show import Show
 from .tune import NothingFoundError, Tune
 
-__all__ = ["parse", "run"]
-
 _COMMANDS: Any = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Generate, tyro.conf.subcommand("generate")]

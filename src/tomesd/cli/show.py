@@ -14,8 +14,6 @@ from ..settings import Settings
 from .options import ImageOptions, MergeOptions, ModelOptions
 from .progress import progress_bar
 
-__all__ = ["Show"]
-
 
 @dataclass(frozen=True)
 class Show:
@@ -23,19 +21,14 @@ class Show:
 
     image: Path | None = None
     """A picture to look at, at its own size unless --size is given."""
-
     prompt: str | None = None
     """Or a prompt: the picture is made first."""
-
     step: int | None = None
     """Which denoising step, from 0. The middle one if not given."""
-
     level: int | None = None
     """Which level: 1 is full resolution, 2 half of it. The finest that is merged if not given."""
-
     out: Path = Path("merge_map.png")
     """The picture to write."""
-
     sampling: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)

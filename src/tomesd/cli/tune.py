@@ -31,8 +31,6 @@ from ..generation.progress import OnProgress
 from .options import MergeOptions, ModelOptions, PromptOptions, SamplingOptions
 from .progress import progress_bar
 
-__all__ = ["NothingFoundError", "Tune"]
-
 _FRESH = 1 << 16
 """How far the seeds of the last check are from those of the search."""
 
@@ -52,37 +50,26 @@ class Tune:
 
     max_lpips: float | None = None
     """The fastest settings with at most this LPIPS to the unmerged images."""
-
     min_psnr: float | None = None
     """The fastest settings with at least this PSNR to the unmerged images, in dB."""
-
     speedup: float | None = None
     """The settings with the least LPIPS that are at least this many times as fast."""
-
     trials: int = 40
     """How many settings to measure."""
-
     repeats: int = 3
     """How many times to take the time of each. More: less noise."""
-
     search_seed: int = 0
     """Seed of the search."""
-
     batch: int = 4
     """Images made at a time. As many as you will make: how much merging gains depends on it."""
-
     lpips: Literal["alex", "vgg"] = "alex"
     """Network of LPIPS."""
-
     lpips_weights: Path | None = None
     """A file instead of the installed weights of LPIPS."""
-
     out: Path = Path("settings.json")
     """The settings file to write."""
-
     log: Path | None = None
     """A file to write a line of JSON to for every trial."""
-
     prompt: PromptOptions = field(default_factory=lambda: PromptOptions(count=4))
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .estimates import Estimate, mean_estimate
 
-__all__ = ["FID_RESAMPLES", "fid", "fid_estimate", "kid_estimate"]
-
 FID_RESAMPLES = 50
 _NORMAL_QUANTILE = 1.959964
 

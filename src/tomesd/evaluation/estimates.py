@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Estimate", "mean_estimate", "speedup_estimate"]
-
 Array = NDArray[np.float64]
 
 CONFIDENCE = 0.95

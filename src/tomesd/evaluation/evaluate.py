@@ -11,8 +11,6 @@ from .results import Result, write_results
 from .runs import Definition, Run
 from .scoring import ImageSet, Judges, Reference, score
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     pipe: Any,

@@ -10,8 +10,6 @@ from .metrics import Metric
 from .results import Result, methods_of
 from .variants import UNMERGED
 
-__all__ = ["draw_pareto", "draw_spread", "pareto_front"]
-
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 _MARKERS = "osD^vPXh"
 

@@ -18,8 +18,6 @@ from .prompts import Item
 from .runs import Definition, Run, Task, package_versions
 from .variants import Variant, patched_with
 
-__all__ = ["define", "device_name", "make_images", "versions"]
-
 
 def define(
     pipe: Any,

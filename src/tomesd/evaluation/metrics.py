@@ -16,8 +16,6 @@ from torch import Tensor
 from .distances import fid_estimate, kid_estimate
 from .estimates import Array, Estimate
 
-__all__ = ["METRICS", "PSNR_CAP", "Metric", "Pictures", "closeness", "paired_scores", "to_pixels"]
-
 PSNR_CAP = 100.0
 """In dB. Identical images have an infinite PSNR, of which no mean can be taken."""
 
@@ -169,7 +167,7 @@ _KID = Metric(
 )
 _UNMERGED: dict[str, Any] = {"against": "unmerged", "identical": 0}
 
-METRICS: tuple[Metric, ...] = (
+METRICS: list[Metric] = [
     _FID,
     _KID,
     replace(_FID, name="fid_unmerged", title="FID to unmerged", meaning=_SET + _FEW, **_UNMERGED),
@@ -214,8 +212,9 @@ METRICS: tuple[Metric, ...] = (
         score=_clip,
         network="clip",
     ),
-)
-"""In the order of the columns of tables."""
+]
+"""In the order of the columns of tables. One that is added here is measured and shown like the
+others."""
 
 
 def closeness(measured: Collection[str]) -> Metric:

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from ..generation import LoadError
 
-__all__ = ["INCEPTION", "LPIPS", "ClipScore", "Inception", "Lpips", "LpipsTrunk", "WeightFile"]
-
 LpipsTrunk = Literal["alex", "vgg"]
 
 

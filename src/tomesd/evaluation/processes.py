@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Processes"]
-
 _T = TypeVar("_T")
 
 

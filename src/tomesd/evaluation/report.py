@@ -20,8 +20,6 @@ from .runs import Record, Run
 from .scoring import open_image
 from .variants import UNMERGED
 
-__all__ = ["write_report"]
-
 _EMBEDDED_SIDE = 512
 """Larger pictures are embedded at this size."""
 

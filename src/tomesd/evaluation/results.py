@@ -17,8 +17,6 @@ from .runs import Definition, Record, Run, package_versions
 from .scoring import Arrays, ImageSet, Judges, Reference, read_scores
 from .variants import UNMERGED, Variant
 
-__all__ = ["Result", "labels_of", "methods_of", "metrics_in", "read_results", "write_results"]
-
 
 @dataclass(frozen=True)
 class Result:

@@ -19,8 +19,6 @@ from ..generation import Sampling
 from .prompts import Item
 from .variants import Variant
 
-__all__ = ["Definition", "Record", "Run", "Task", "package_versions"]
-
 FORMAT = 1
 Record = dict[str, Any]
 

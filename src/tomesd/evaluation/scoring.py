@@ -24,8 +24,6 @@ from .processes import Processes
 from .runs import Definition, Run
 from .variants import UNMERGED, Variant
 
-__all__ = ["ImageSet", "Judges", "Reference", "read_scores", "score"]
-
 BLOCK = 64
 """Images in one file."""
 _AT_ONCE = 16

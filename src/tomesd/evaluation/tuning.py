@@ -28,8 +28,6 @@ from .metrics import PSNR_CAP, paired_scores, to_pixels
 from .prompts import Item
 from .search_space import Choice, Options
 
-__all__ = ["Budget", "Log", "Measure", "Measurement", "SideBySide", "choose", "front_of", "search"]
-
 _ASKS_PER_TRIAL = 20
 """Proposals that are refused or known already cost no trial, but there has to be an end."""
 
@@ -76,15 +74,15 @@ class Budget:
             raise ValueError(f"{kind}={limit:g}: must be more than {least}")
         return cls(kind, limit)  # type: ignore[arg-type]
 
+    def _distance(self, measured: Measurement) -> float:
+        """How far it is beyond the limit; the budget is kept up to 0."""
+        if self.kind == "max_lpips":
+            return measured.lpips - self.limit
+        return self.limit - (measured.psnr if self.kind == "min_psnr" else measured.speedup)
+
     def kept_by(self, measured: Measurement) -> bool:
         """Settings that are slower than no merging keep no budget."""
-        if not measured.gains:
-            return False
-        if self.kind == "max_lpips":
-            return measured.lpips <= self.limit
-        if self.kind == "min_psnr":
-            return measured.psnr >= self.limit
-        return measured.speedup >= self.limit
+        return measured.gains and self._distance(measured) <= 0
 
     def cost(self, measured: Measurement) -> tuple[float, float]:
         """Less is better, among those that keep it."""
@@ -93,13 +91,7 @@ class Budget:
 
     def nearest(self, seen: Iterable[Measurement]) -> Measurement | None:
         """The one that comes closest, of those that gain anything."""
-        distance: dict[str, Callable[[Measurement], float]] = {
-            "max_lpips": lambda measured: measured.lpips,
-            "min_psnr": lambda measured: -measured.psnr,
-            "speedup": lambda measured: -measured.speedup,
-        }
-        gaining = [measured for measured in seen if measured.gains]
-        return min(gaining, key=distance[self.kind], default=None)
+        return min((m for m in seen if m.gains), key=self._distance, default=None)
 
     def __str__(self) -> str:
         words = {"max_lpips": "LPIPS of at most", "min_psnr": "PSNR of at least"}

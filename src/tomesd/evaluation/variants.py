@@ -19,8 +19,6 @@ from ..generation.loading import denoiser
 from ..presets import numbered
 from ..settings import Settings
 
-__all__ = ["UNMERGED", "Variant", "make_variants", "parse_vary", "patched_with"]
-
 
 @dataclass(frozen=True)
 class Variant:

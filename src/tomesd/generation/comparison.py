@@ -21,8 +21,6 @@ from .maps import MergeMap, draw_map, record_maps
 from .progress import OnProgress, silent
 from .sampling import Sample, sample
 
-__all__ = ["ImageComparison", "RatioSummary", "compare", "label_grid"]
-
 _AMPLIFY = 4
 """How much the picture of differences is brightened."""
 

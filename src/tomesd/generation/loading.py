@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["DEMO_MODEL", "Dtype", "LoadError", "Offload", "denoiser", "load_pipeline"]
-
 DEMO_MODEL = "demo"
 """Name of the embedded model."""
 
@@ -212,6 +210,8 @@ def _demo_path() -> Path:
 
 def set_attention(pipe: Any, attention: str) -> None:
     model = denoiser(pipe)
+    if denoiser_name(pipe) == "transformer":  # whose attention layers have processors of their own
+        attention = {"eager": "_native_math", "sdpa": "native"}.get(attention, attention)
     try:
         if attention in ("eager", "sdpa"):
             from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0

@@ -20,8 +20,6 @@ from ..settings import Settings
 from ..shared import Patch
 from .loading import denoiser
 
-__all__ = ["MergeMap", "draw_map", "map_of_image", "record_maps"]
-
 
 @dataclass(frozen=True)
 class MergeMap:

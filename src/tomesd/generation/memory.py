@@ -9,8 +9,6 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["MemoryProbe"]
-
 
 class MemoryProbe:
     """Peak memory beyond what was in use when the probe was made.

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-__all__ = ["OnProgress", "silent"]
-
 OnProgress = Callable[[str, float, int], None]
 """Called with what is being worked on, how much of the work is done, and how much there is."""
 

@@ -20,8 +20,6 @@ from ..settings import Settings
 from .loading import denoiser
 from .memory import MemoryProbe
 
-__all__ = ["Batch", "Sample", "Sampling", "call_pipeline", "sample", "sample_batch", "save_image"]
-
 METADATA_KEY = "tomesd"
 OnStep = Callable[[int], None]
 """Called with the number of steps done."""

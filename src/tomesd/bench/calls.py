@@ -113,8 +113,5 @@ def _embeddings(subject: Subject, images: int) -> dict[str, Tensor]:
     embeddings = {"prompt_embeds": text, "negative_prompt_embeds": no_text}
     if "added_cond_kwargs" in inputs:
         pooled, no_pooled = inputs["added_cond_kwargs"]["text_embeds"].chunk(2)
-        embeddings |= {
-            "pooled_prompt_embeds": pooled,
-            "negative_pooled_prompt_embeds": no_pooled,
-        }
+        embeddings |= {"pooled_prompt_embeds": pooled, "negative_pooled_prompt_embeds": no_pooled}
     return embeddings

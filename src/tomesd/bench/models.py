@@ -96,18 +96,13 @@ class Subject:
 
 
 def load_subject(
-    name: str = "demo",
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    attention: str = "default",
-    seed: int = 0,
+    name: str = "demo", *, device: str = "auto", dtype: str = "auto", attention: str = "default"
 ) -> Subject:
     """A model by the name of an architecture, or as `load_pipeline` takes it."""
     place = pick_device(device)
     numbers = pick_dtype(dtype, place)
     if name in ARCHITECTURES:
-        pipe = _random_pipeline(name, place, numbers, seed)
+        pipe = _random_pipeline(name, place, numbers)
         set_attention(pipe, attention)
     else:
         pipe = load_pipeline(name, device=device, dtype=dtype, attention=attention)  # type: ignore[arg-type]
@@ -116,12 +111,12 @@ def load_subject(
     return Subject(name, pipe, place, numbers, attention)
 
 
-def _random_pipeline(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
+def _random_pipeline(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     diffusers = quiet_diffusers()
     large = name == "sdxl"
-    unet = _random_model(diffusers.UNet2DConditionModel, ARCHITECTURES[name], device, dtype, seed)
+    unet = _random_model(diffusers.UNet2DConditionModel, ARCHITECTURES[name], device, dtype, 0)
     vae_config = {**_VAE, "scaling_factor": 0.13025 if large else 0.18215, "force_upcast": large}
-    vae = _random_model(diffusers.AutoencoderKL, vae_config, device, dtype, seed + 1)
+    vae = _random_model(diffusers.AutoencoderKL, vae_config, device, dtype, 1)
     if large:
         return diffusers.StableDiffusionXLPipeline(
             vae=vae,

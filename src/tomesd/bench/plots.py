@@ -8,12 +8,7 @@ from .contenders import FREE, UNPATCHED
 from .rows import Row
 from .tables import Comparison, comparisons, duration
 
-COLOURS = {
-    "unpatched": "#777777",
-    "original": "#d1495b",
-    "tomesd": "#00798c",
-    "free": "#c7b446",
-}
+COLOURS = {"unpatched": "#777777", "original": "#d1495b", "tomesd": "#00798c", "free": "#c7b446"}
 
 
 def figure(width: float = 7.0, height: float = 4.0) -> Any:

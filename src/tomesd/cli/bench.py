@@ -9,15 +9,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import (
-    ARCHITECTURES,
-    Case,
-    Contender,
-    Effort,
-    RowFile,
-    load_original,
-    run_cases,
-)
+from ..bench import ARCHITECTURES, Case, Contender, Effort, RowFile, load_original, run_cases
 from ..bench.modes import Mode
 from ..bench.plots import plot_rows
 from ..bench.rows import Row

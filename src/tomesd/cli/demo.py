@@ -54,7 +54,7 @@ class Demo:
         for path, words in paths.items():
             console.print(f"  {path}  {words}")
         console.print(
-            "Your own model: tomesd generate --model PATH_OR_HUB_ID --prompt '...' --ratio 0.5",
+            "Your own model: tomesd generate --model PATH_OR_HUB_ID --prompt '...' --ratio 0.5"
         )
 
     def _save(self, comparison: ImageComparison) -> dict[Path, str]:

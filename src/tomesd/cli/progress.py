@@ -16,12 +16,13 @@ def progress_bar(console: Console, suffix: str = "") -> Iterator[OnProgress]:
     """A bar while the block runs; yields what to call with how far things are."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
+        number = progress.add_task("", total=None)
+        task = progress.tasks[0]
 
         def update(words: str, done: float, total: int) -> None:
-            if progress.tasks[0].total != total:
-                progress.reset(task, total=total)  # another piece of work, with a time of its own
+            if total != task.total or done < task.completed:
+                progress.reset(number, total=total)  # another piece of work, with its own time
             short = words if len(words) <= _LONGEST else words[: _LONGEST - 1] + "…"
-            progress.update(task, description=short + suffix, completed=done)
+            progress.update(number, description=short + suffix, completed=done)
 
         yield update

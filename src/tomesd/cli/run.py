@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
     except (torch.OutOfMemoryError, MemoryError):
         errors.print(
             "tomesd: out of memory; try a smaller --size, a higher --ratio, --dtype float16 or "
-            "--offload model",
+            "--offload model"
         )
         return 1
     except (NothingFoundError, OSError) as error:

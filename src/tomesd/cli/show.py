@@ -55,7 +55,7 @@ class Show:
         left = int(map.slot.max()) + 1
         console.print(
             f"{self.out}  {h}x{w} tokens in {left} slots, at 1/{map.downsample} of the latent, "
-            f"timestep {map.timestep:.0f}",
+            f"timestep {map.timestep:.0f}"
         )
 
     def _make(

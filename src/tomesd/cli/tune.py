@@ -123,9 +123,16 @@ class Tune:
     def _check(self) -> None:
         """What can be said before anything is loaded."""
         self.merge.checked()
-        for name in ("trials", "repeats", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        steps = self.sampling.steps
+        counts = {
+            "trials": self.trials,
+            "repeats": self.repeats,
+            "batch": self.batch,
+            "steps": steps,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name}={count}: must be at least 1")
         if self.model.compile:
             raise ValueError(
                 "compile: each trial would be compiled anew; tune without it, compile afterwards"
@@ -199,10 +206,7 @@ def _table(front: list[Measurement]) -> Table:
 
 
 def _tell(console: Console, chosen: Measurement, out: Path) -> None:
-    console.print(
-        f"{out}  on fresh images: {chosen.speedup:.2f}x as fast, LPIPS {chosen.lpips:.4f}, "
-        f"PSNR {chosen.psnr:.1f} dB"
-    )
+    console.print(f"{out}  on fresh images: {chosen}")
     arguments = ", ".join(["pipe", *filter(None, [_arguments(chosen.options)])])
     console.print(f"tomesd.apply_patch({arguments})")
 
@@ -216,10 +220,7 @@ def _nothing(budget: Budget, seen: list[Measurement]) -> str:
     nearest = budget.nearest(seen)
     if nearest is None:
         return f"no settings keep a {budget}: none of {len(seen)} was faster than no merging"
-    best = (
-        f"{nearest.speedup:.2f}x as fast at LPIPS {nearest.lpips:.4f}, PSNR {nearest.psnr:.1f} dB "
-        f"({_arguments(nearest.options) or 'the defaults'})"
-    )
+    best = f"{nearest} ({_arguments(nearest.options) or 'the defaults'})"
     if kept:
         return f"no settings keep a {budget} on fresh images; nearest in the search: {best}"
     return f"no settings keep a {budget}; nearest of {len(seen)}: {best}"

@@ -117,10 +117,7 @@ class _Conv:
 
 
 _TRUNKS: dict[str, tuple[str, tuple[_Conv, ...]]] = {
-    "alex": (
-        "AlexNet_0",
-        (_Conv(4, 2), _Conv(1, 2, pool=3), _Conv(pool=3), _Conv(), _Conv()),
-    ),
+    "alex": ("AlexNet_0", (_Conv(4, 2), _Conv(1, 2, pool=3), _Conv(pool=3), _Conv(), _Conv())),
     "vgg": (
         "VGG16_0",
         tuple(

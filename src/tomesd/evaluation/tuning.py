@@ -50,6 +50,10 @@ class Measurement:
     def gains(self) -> bool:
         return self.merges and self.speedup > 1
 
+    def __str__(self) -> str:
+        lpips, psnr = f"LPIPS {self.lpips:.4f}", f"PSNR {self.psnr:.1f} dB"
+        return f"{self.speedup:.2f}x as fast, {lpips}, {psnr}"
+
 
 Measure = Callable[[Options], Measurement]
 Log = Callable[[dict[str, Any]], None]

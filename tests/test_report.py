@@ -34,7 +34,7 @@ from tomesd.evaluation import (
 )
 from tomesd.evaluation.figures import draw_pareto, pareto_front
 from tomesd.evaluation.images import versions
-from tomesd.evaluation.metrics import Metric, Pictures
+from tomesd.evaluation.metrics import Pictures, QualityMetric
 from tomesd.evaluation.report import write_report
 from tomesd.evaluation.results import labels_of, methods_of
 
@@ -260,7 +260,7 @@ def test_a_new_metric_is_one_entry(run: Run, tmp_path: Path, capsys) -> None:
     def brightness(pictures: Pictures, network: Any) -> Any:
         return pictures.pixels.float().mean(dim=(1, 2, 3))
 
-    entry = Metric(
+    entry = QualityMetric(
         name="brightness",
         title="Brightness",
         meaning="of each image, mean",

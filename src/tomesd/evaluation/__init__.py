@@ -8,7 +8,7 @@ from ..generation.original import load_original
 from .estimates import Estimate
 from .evaluate import evaluate
 from .images import define
-from .metrics import METRICS, Metric
+from .metrics import METRICS, QualityMetric
 from .processes import Processes
 from .prompts import Item, load_prompts, make_items
 from .results import Result, read_results
@@ -22,8 +22,8 @@ __all__ = [
     "Estimate",
     "Item",
     "Judges",
-    "Metric",
     "Processes",
+    "QualityMetric",
     "Reference",
     "Result",
     "Run",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .estimates import Estimate
-from .metrics import Metric
+from .metrics import QualityMetric
 from .results import Result, methods_of
 from .variants import UNMERGED
 
@@ -29,7 +29,7 @@ def pareto_front(points: Sequence[tuple[float, float]], better: str) -> list[int
     return front[::-1]
 
 
-def draw_pareto(results: Sequence[Result], metric: Metric) -> bytes | None:
+def draw_pareto(results: Sequence[Result], metric: QualityMetric) -> bytes | None:
     """A PNG of one metric against the speed-up, a line per method; None if there is nothing."""
     methods = [(label, _points(rows, metric)) for label, rows in methods_of(results).items()]
     if not any(points for _, points in methods):
@@ -65,7 +65,7 @@ class _Point:
         return self.speedup.value, self.value.value
 
 
-def _points(results: Sequence[Result], metric: Metric) -> list[_Point]:
+def _points(results: Sequence[Result], metric: QualityMetric) -> list[_Point]:
     """Where results are in a plot. The unmerged one is there also if it has nothing to be measured:
     it is at no distance from itself."""
     points = []
@@ -101,7 +101,7 @@ def _draw_line(
     return places
 
 
-def draw_spread(values: Mapping[str, Sequence[float]], metric: Metric) -> bytes | None:
+def draw_spread(values: Mapping[str, Sequence[float]], metric: QualityMetric) -> bytes | None:
     """A PNG of a box plot per variant, over its images."""
     if not values:
         return None

@@ -37,7 +37,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Metric:
+class QualityMetric:
     """A measure of quality."""
 
     name: str
@@ -142,7 +142,7 @@ _SET = "to the unmerged images, as a set"
 _PAIR = "of each image to the unmerged one of the same seed, mean"
 _FEW = "; it grows as images get fewer, so compare equal numbers of them only"
 
-_FID = Metric(
+_FID = QualityMetric(
     name="fid",
     title="FID",
     meaning=_REAL + _FEW,
@@ -153,7 +153,7 @@ _FID = Metric(
     network="inception",
     distance=fid_estimate,
 )
-_KID = Metric(
+_KID = QualityMetric(
     name="kid",
     title="KID x1000",
     meaning=_REAL,
@@ -167,12 +167,12 @@ _KID = Metric(
 )
 _UNMERGED: dict[str, Any] = {"against": "unmerged", "identical": 0}
 
-METRICS: list[Metric] = [
+METRICS: list[QualityMetric] = [
     _FID,
     _KID,
     replace(_FID, name="fid_unmerged", title="FID to unmerged", meaning=_SET + _FEW, **_UNMERGED),
     replace(_KID, name="kid_unmerged", title="KID to unmerged x1000", meaning=_SET, **_UNMERGED),
-    Metric(
+    QualityMetric(
         name="lpips",
         title="LPIPS",
         meaning=_PAIR,
@@ -183,7 +183,7 @@ METRICS: list[Metric] = [
         network="lpips",
         identical=0,
     ),
-    Metric(
+    QualityMetric(
         name="psnr",
         title="PSNR (dB)",
         meaning=_PAIR,
@@ -192,7 +192,7 @@ METRICS: list[Metric] = [
         against="unmerged",
         score=_psnr,
     ),
-    Metric(
+    QualityMetric(
         name="ssim",
         title="SSIM",
         meaning=_PAIR,
@@ -202,7 +202,7 @@ METRICS: list[Metric] = [
         score=_ssim,
         identical=1,
     ),
-    Metric(
+    QualityMetric(
         name="clip",
         title="CLIP score",
         meaning="of each image to its prompt, mean",
@@ -217,7 +217,7 @@ METRICS: list[Metric] = [
 others."""
 
 
-def closeness(measured: Collection[str]) -> Metric:
+def closeness(measured: Collection[str]) -> QualityMetric:
     """The first of the measured metrics that tells how far an image is from the unmerged one."""
     return next(metric for metric in METRICS if metric.of_pairs and metric.name in measured)
 

@@ -13,7 +13,7 @@ from PIL import Image
 from ..files import whole_file, write_text
 from ..generation.loading import DEMO_MODEL
 from .figures import draw_pareto, draw_spread
-from .metrics import Metric, closeness
+from .metrics import QualityMetric, closeness
 from .needs import need
 from .results import Result, labels_of, methods_of, metrics_in, read_results
 from .runs import Record, Run
@@ -86,7 +86,7 @@ class _Gallery:
     """Pictures, those that merging changed most first."""
 
     def __init__(
-        self, run: Run, results: Sequence[Result], images: Sequence[Record], metric: Metric
+        self, run: Run, results: Sequence[Result], images: Sequence[Record], metric: QualityMetric
     ) -> None:
         self.run, self.metric, self.labels = run, metric, labels_of(results)
         self.variants = [result.variant for result in results]
@@ -122,7 +122,7 @@ class _Gallery:
 
 
 def _figures(
-    run: Run, results: Sequence[Result], images: Sequence[Record], single: Metric
+    run: Run, results: Sequence[Result], images: Sequence[Record], single: QualityMetric
 ) -> list[dict[str, str]]:
     """Drawn, written next to the page, and embedded.
 
@@ -151,7 +151,7 @@ def _figures(
     return figures
 
 
-def _cards(results: Sequence[Result], metric: Metric) -> list[tuple[str, str, str]]:
+def _cards(results: Sequence[Result], metric: QualityMetric) -> list[tuple[str, str, str]]:
     """The ends of the trade, in a few words: name, number, what goes with it."""
     speed = {
         result.variant.name: result.speedup.value

@@ -12,7 +12,7 @@ from ..files import json_lines, read_json_lines, write_text
 from ..generation.progress import OnProgress
 from .distances import FID_RESAMPLES
 from .estimates import CONFIDENCE, RESAMPLES, Array, Estimate, mean_estimate, speedup_estimate
-from .metrics import METRICS, Metric
+from .metrics import METRICS, QualityMetric
 from .runs import Definition, Record, Run, package_versions
 from .scoring import Arrays, ImageSet, Judges, Reference, read_scores
 from .variants import UNMERGED, Variant
@@ -170,7 +170,7 @@ def _about(judges: Judges, reference: Reference | None) -> dict[str, Any]:
     }
 
 
-def metrics_in(results: Sequence[Result]) -> list[Metric]:
+def metrics_in(results: Sequence[Result]) -> list[QualityMetric]:
     """The metrics that were measured."""
     return [m for m in METRICS if any(m.name in result.metrics for result in results)]
 

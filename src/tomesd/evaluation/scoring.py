@@ -18,7 +18,7 @@ from PIL import Image
 
 from ..files import whole_file
 from ..generation.progress import OnProgress
-from .metrics import METRICS, Metric, Pictures, to_array, to_pixels
+from .metrics import METRICS, Pictures, QualityMetric, to_array, to_pixels
 from .networks import ClipScore, Inception, Lpips, sha256
 from .processes import Processes
 from .runs import Definition, Run
@@ -75,7 +75,7 @@ class Judges:
         return cls(place, networks, tags)
 
     @property
-    def metrics(self) -> list[Metric]:
+    def metrics(self) -> list[QualityMetric]:
         return [m for m in METRICS if m.network is None or m.network in self.networks]
 
 
@@ -112,7 +112,7 @@ class ImageSet:
 
     name: str
     files: Sequence[Path]
-    metrics: Sequence[Metric]
+    metrics: Sequence[QualityMetric]
     prompts: Sequence[str] = ()
     unmerged: Sequence[Path] = ()
     at_once: int = _AT_ONCE
@@ -191,7 +191,7 @@ def read_scores(run: Run, images: ImageSet, judges: Judges) -> Arrays:
 
 
 def _scores(
-    pictures: Pictures, metrics: Sequence[Metric], judges: Judges, lacking: dict[str, str]
+    pictures: Pictures, metrics: Sequence[QualityMetric], judges: Judges, lacking: dict[str, str]
 ) -> Arrays:
     by_array = {metric.array: metric for metric in metrics}
     scores = {}

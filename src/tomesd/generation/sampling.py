@@ -158,7 +158,7 @@ class _Clock:
             self._ticks.append(time.perf_counter())
             return
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         self._ticks.append(event)
 
     def fastest(self) -> float:

@@ -1,4 +1,4 @@
-"""Measures settings: every variant of one is made ready, then they take turns."""
+"""Measures settings: every contender in one is made ready, then they take turns."""
 
 import functools
 from collections import deque

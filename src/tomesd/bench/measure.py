@@ -23,7 +23,7 @@ class Effort:
     """How long to measure a setting."""
 
     seconds: float = 5.0
-    """For all variants together, once they are warm."""
+    """For all contenders together, once they are warm."""
     min_repeats: int = 5
     max_repeats: int = 100
     precision: float = 0.002
@@ -117,12 +117,13 @@ def take_turns(
     periods: Mapping[_Key, int] | None = None,
     on_repeat: Callable[[], None] | None = None,
 ) -> dict[_Key, Timing]:
-    """Measures all variants of a setting in turn, round after round.
+    """Measures all contenders of a setting in turn, round after round.
 
     What changes on the machine meanwhile (clocks, heat, other processes) then meets all of them.
 
     Args:
-        timers: of each variant, a function that makes so many calls and returns the seconds of one.
+        timers: for each contender, a function that makes so many calls and returns the seconds of
+            one.
         periods: calls that only make sense together: their number is never split.
     """
     timings: dict[_Key, Timing] = {}
@@ -154,7 +155,7 @@ def free_memory(device: torch.device) -> None:
 def attempt(work: Callable[[], Any], device: torch.device) -> Any:
     """What `work` returns, or why it failed: "OOM", or the error in one line.
 
-    A variant that cannot run is a result too, and the others go on.
+    A contender that cannot run is a result too, and the others go on.
     """
     try:
         return work()

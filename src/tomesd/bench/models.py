@@ -164,7 +164,7 @@ def _random_model(
 def shared_copy(model: _M) -> _M:
     """A copy with modules of its own and the same weights, so that it takes no memory.
 
-    Each variant patches a copy: all of them stay ready at once, and take turns.
+    Each contender patches a copy: all of them stay ready at once, and take turns.
     """
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

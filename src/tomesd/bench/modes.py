@@ -30,7 +30,7 @@ _COMPILE: dict[str, dict[str, Any]] = {
 
 def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
     """Has `model` compiled in one of the compile modes when it is first called."""
-    # All variants compile the same code, once each; beyond its limit torch would stop compiling.
+    # All contenders compile the same code, once each; beyond its limit torch would stop compiling.
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 128)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 512)

@@ -18,7 +18,7 @@ from ..files import append_json_line, read_json_lines
 Row = dict[str, Any]
 
 OUT_OF_MEMORY = "OOM"
-"""The error of a row whose variant needed more memory than there is."""
+"""The error of a row whose contender needed more memory than there is."""
 
 SETTING = (
     *("section", "setting", "model", "what", "steps", "height", "width"),

@@ -26,7 +26,7 @@ class Comparison:
         return iter(self.rows.values())
 
     def find(self, label: str) -> Row | None:
-        """The row of a variant, by label or kind."""
+        """The row of a contender, by label or kind."""
         rows = self.rows.values()
         by_label = next((row for row in rows if row["label"] == label), None)
         return by_label or next((row for row in rows if row["variant"] == label), None)

@@ -1,7 +1,7 @@
-"""The quality metrics. Each is one entry of `METRICS`; nothing else names them.
+"""The quality metrics: each is one entry of `METRICS`.
 
 An entry says what a metric needs, how it is worked out, and how it is shown. Scoring, tables,
-figures and the report go through the entries.
+figures and the report go through the entries, and know no metric by name.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -70,6 +70,7 @@ class QualityMetric:
 
     @property
     def of_pairs(self) -> bool:
+        """Whether each image is compared with the unmerged one of its seed."""
         return self.distance is None and self.against == "unmerged"
 
     @property

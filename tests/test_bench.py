@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import tyro
 import update_performance
 from diffusers import UNet2DConditionModel
 from PIL import Image
@@ -23,11 +22,11 @@ from tomesd import Settings
 from tomesd.bench import (
     ARCHITECTURES,
     Case,
+    Contender,
     Effort,
     RowFile,
     Subject,
     Subjects,
-    Variant,
     comparisons,
     load_original,
     load_subject,
@@ -39,11 +38,11 @@ from tomesd.bench import (
 )
 from tomesd.bench import models as bench_models
 from tomesd.bench.calls import make_call
+from tomesd.bench.contenders import FreePlan
 from tomesd.bench.measure import Timing, take_turns, time_calls
 from tomesd.bench.models import shared_copy
 from tomesd.bench.tables import duration, failures, split_common
-from tomesd.bench.variants import FreePlan
-from tomesd.cli.bench import Bench
+from tomesd.cli.run import parse
 from tomesd.patch import patch_of
 
 CPU = torch.device("cpu")
@@ -95,17 +94,17 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def all_variants(original: str) -> tuple[Variant, ...]:
+def all_variants(original: str) -> tuple[Contender, ...]:
     return (
-        Variant("unpatched"),
-        Variant("tomesd", ALWAYS),
-        Variant("tomesd", replace(ALWAYS, share="steps", refresh=3), "kept"),
-        Variant("original", ALWAYS, folder=original),
-        Variant("free", ALWAYS),
+        Contender("unpatched"),
+        Contender("tomesd", ALWAYS),
+        Contender("tomesd", replace(ALWAYS, share="steps", refresh=3), "kept"),
+        Contender("original", ALWAYS, folder=original),
+        Contender("free", ALWAYS),
     )
 
 
-def step_of(subject: Subject, variant: Variant) -> torch.Tensor:
+def step_of(subject: Subject, variant: Contender) -> torch.Tensor:
     model = shared_copy(subject.model)
     variant.apply(model)
     with torch.no_grad():
@@ -138,12 +137,12 @@ def test_random_weights_are_the_same_each_time_and_leave_the_generator_alone(dty
 def test_variants_differ_where_they_should(original: str) -> None:
     subject = load_subject("sd15", device="cpu")
     base, ours, kept, _, free = (step_of(subject, v) for v in all_variants(original))
-    level = step_of(subject, Variant("tomesd", replace(ALWAYS, share="level")))
+    level = step_of(subject, Contender("tomesd", replace(ALWAYS, share="level")))
     assert torch.equal(level, kept)  # at the first step, the plan is new in both
     assert not torch.allclose(base, ours)
     assert not torch.allclose(base, free)
     assert not torch.allclose(ours, free)
-    assert torch.equal(base, step_of(subject, Variant("unpatched")))  # all ran on copies
+    assert torch.equal(base, step_of(subject, Contender("unpatched")))  # all ran on copies
 
 
 def test_copies_share_the_weights_and_nothing_else() -> None:
@@ -159,7 +158,7 @@ def test_copies_share_the_weights_and_nothing_else() -> None:
 def test_the_original_is_told_the_finest_level(original: str) -> None:
     for name, level in (("sd15", 1), ("sdxl", 2)):
         model = shared_copy(load_subject(name, device="cpu").model)
-        Variant("original", replace(ALWAYS, use_rand=False), folder=original).apply(model)
+        Contender("original", replace(ALWAYS, use_rand=False), folder=original).apply(model)
         assert model.patched_by_the_original == (0.5, level, False)
     assert sys.modules["tomesd"] is tomesd
     assert sys.modules["tomesd_original"].__file__.startswith(original)
@@ -190,9 +189,9 @@ def test_timesteps_fall_from_call_to_call() -> None:
 
 def test_a_plan_kept_for_three_steps_is_timed_in_threes() -> None:
     kept = replace(ALWAYS, share="steps", refresh=3)
-    assert Variant("tomesd", kept).period == 3
-    assert Variant("tomesd", ALWAYS).period == 1
-    assert Variant("tomesd", replace(kept, refresh=1000)).period == 1  # for the whole image
+    assert Contender("tomesd", kept).period == 3
+    assert Contender("tomesd", ALWAYS).period == 1
+    assert Contender("tomesd", replace(kept, refresh=1000)).period == 1  # for the whole image
     calls: list[int] = []
 
     def timer(count: int) -> float:
@@ -285,7 +284,7 @@ def test_the_bound_moves_m_rows_in_one_kernel_each_way() -> None:
 def test_the_bound_removes_what_merging_removes() -> None:
     subject = load_subject("sd15", device="cpu")
     seen: dict[str, list[int]] = {}
-    for variant in (Variant("tomesd", ALWAYS), Variant("free", ALWAYS)):
+    for variant in (Contender("tomesd", ALWAYS), Contender("free", ALWAYS)):
         model = shared_copy(subject.model)
         attentions = [m for n, m in model.named_modules() if n.endswith("attn1.to_q")]
         lengths = seen.setdefault(variant.kind, [])
@@ -336,8 +335,8 @@ def test_rows_are_complete(name: str, what: str, original: str, tmp_path: Path) 
 
 def test_running_out_of_memory_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
     # More than a process can address: the allocator itself refuses.
-    huge = Case("sd15", 2**25, 2**25, (Variant("unpatched"), Variant("tomesd", ALWAYS)))
-    small = Case("sd15", 128, 128, huge.variants)
+    huge = Case("sd15", 2**25, 2**25, (Contender("unpatched"), Contender("tomesd", ALWAYS)))
+    small = Case("sd15", 128, 128, huge.contenders)
     file = RowFile(tmp_path / "rows.jsonl", CPU)
     rows = run_cases([huge, small], file, QUICK, subjects=Subjects(keep=2))
     assert [row["error"] for row in rows] == ["OOM", "OOM", None, None]
@@ -350,7 +349,7 @@ def test_a_variant_that_fits_only_alone_is_measured_alone(monkeypatch) -> None:
     alive: weakref.WeakSet = weakref.WeakSet()
     refused = []
 
-    def crowded(subject: Subject, case: Case, variant: Variant) -> object:
+    def crowded(subject: Subject, case: Case, variant: Contender) -> object:
         if len(alive) >= 2:
             refused.append(variant)
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -358,8 +357,8 @@ def test_a_variant_that_fits_only_alone_is_measured_alone(monkeypatch) -> None:
         alive.add(prepared)
         return prepared
 
-    monkeypatch.setattr("tomesd.bench.run.prepare", crowded)
-    variants = tuple(Variant("tomesd", replace(ALWAYS, ratio=r / 10)) for r in range(1, 6))
+    monkeypatch.setattr("tomesd.bench.cases.prepare", crowded)
+    variants = tuple(Contender("tomesd", replace(ALWAYS, ratio=r / 10)) for r in range(1, 6))
     rows = measure_case(subject, Case("sd15", 64, 64, variants), QUICK)
     assert [row["error"] for row in rows] == [None] * 5
     assert [row["settings"]["ratio"] for row in rows] == [0.1, 0.2, 0.3, 0.4, 0.5]
@@ -374,14 +373,14 @@ def test_a_variant_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> N
         "def apply_patch(model, **options):\n    raise IndexError('too old\\nfor this')\n"
     )
     subject = load_subject("sd15", device="cpu")
-    variants = (Variant("unpatched"), Variant("original", ALWAYS, folder=str(tmp_path)))
+    variants = (Contender("unpatched"), Contender("original", ALWAYS, folder=str(tmp_path)))
     rows = measure_case(subject, Case("sd15", 64, 64, variants), QUICK)
     assert [row["error"] for row in rows] == [None, "IndexError: too old"]
 
 
 def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "rows.jsonl"
-    variants = (Variant("unpatched"), Variant("tomesd", ALWAYS))
+    variants = (Contender("unpatched"), Contender("tomesd", ALWAYS))
     cases = [Case("sd15", side, side, variants) for side in (64, 128, 192)]
     seen = []
 
@@ -423,7 +422,7 @@ def test_a_file_that_is_not_rows_is_refused(tmp_path: Path) -> None:
 def made_up(label: str, seconds: float | None, **more: object) -> dict:
     kind = label if label in ("unpatched", "original", "free") else "tomesd"
     row = Case("sd15", 1024, 1024, (), section="graph", setting="a setting", mode="graph").row(
-        Variant(kind, None if kind == "unpatched" else ALWAYS, label)
+        Contender(kind, None if kind == "unpatched" else ALWAYS, label)
     )
     return {
         "run": "a",
@@ -605,8 +604,7 @@ def test_the_document_in_the_repository_is_up_to_date() -> None:
 
 
 def bench(*words: str) -> None:
-    command = tyro.cli(Bench, args=words, config=(tyro.conf.OmitArgPrefixes,))
-    command.run(Console(width=200))
+    parse(["bench", *words]).run(Console(width=200))
 
 
 def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str) -> None:
@@ -651,6 +649,16 @@ def test_what_is_wrong_is_said(words: list[str], message: str, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
+def test_settings_with_lists_and_tables_are_measured(tmp_path: Path) -> None:
+    words = ["--sizes", "64", "--ratios", "0.5", "--seconds", "0", "--device", "cpu", "--no-bound"]
+    words += ["--level-ratios", "1", "0.5", "2", "0.25", "--schedule", "0.5", "0.25"]
+    bench(*words, "--when", "always", "--out", str(tmp_path))
+    _, ours = read_rows(tmp_path / "rows.jsonl")
+    assert ours["error"] is None
+    assert ours["settings"]["level_ratios"] == {"1": 0.5, "2": 0.25}
+    assert ours["settings"]["schedule"] == [0.5, 0.25]
+
+
 def test_compiled_models_are_measured_too(monkeypatch) -> None:
     compile_module = torch.nn.Module.compile
     compiled = []
@@ -661,7 +669,7 @@ def test_compiled_models_are_measured_too(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_quickly)
     subject = load_subject("sd15", device="cpu")
-    case = Case("sd15", 64, 64, (Variant("tomesd", ALWAYS),), mode="compile")
+    case = Case("sd15", 64, 64, (Contender("tomesd", ALWAYS),), mode="compile")
     rows = measure_case(subject, case, QUICK)
     assert [row["error"] for row in rows] == [None]
     assert compiled == [{"fullgraph": True, "dynamic": False}]

@@ -58,7 +58,7 @@ def test_higher_ratios_are_not_closer(demo: Path) -> None:
 def test_recording_one_image_is_not_counted_as_the_memory_of_merging() -> None:
     image = Image.new("RGB", (16, 16))
     recorded, plain = (Sample(image, 1.0, 0.5, peak_mib, {}) for peak_mib in (300.0, 200.0))
-    row = comparison._row(0.5, [recorded, plain], [plain, plain], 8)
+    row = comparison._summary(0.5, [recorded, plain], [plain, plain], 8)
     assert row.peak_mib == 200.0
 
 

@@ -34,9 +34,10 @@ from tomesd.evaluation import (
     parse_vary,
     read_results,
 )
+from tomesd.evaluation.images import versions
 from tomesd.evaluation.needs import need
-from tomesd.evaluation.sampling import set_scheduler, versions
 from tomesd.generation import LoadError, load_pipeline, sample
+from tomesd.generation.sampling import set_scheduler
 
 PROMPTS = ["a cat", "a dog", "a fox", "a pig", "a cow"]
 # On a CPU and at this size, merging does not pay, and would not be done.
@@ -143,17 +144,14 @@ def test_the_pipeline_is_left_as_it_was(pipe: Any, finished: Run) -> None:
 # Interruptions
 
 
-class Interrupt:
-    """Stops a run when a number of images is reached."""
+def interrupt_at(images: float) -> Callable[[str, float, int], None]:
+    """Stops a run when so many images are made or scored."""
 
-    def __init__(self, at: float) -> None:
-        self.at = at
-
-    def start(self, total: int) -> None: ...
-
-    def update(self, words: str, done: float) -> None:
-        if done >= self.at:
+    def on_progress(words: str, done: float, total: int) -> None:
+        if done >= images:
             raise KeyboardInterrupt
+
+    return on_progress
 
 
 @pytest.mark.parametrize("at", [1, 5, 7.5])
@@ -162,7 +160,7 @@ def test_an_interrupted_run_goes_on(
 ) -> None:
     run = Run(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        evaluate(pipe, run, definition(), judges, progress=Interrupt(at))
+        evaluate(pipe, run, definition(), judges, on_progress=interrupt_at(at))
     early = {path: path.stat().st_mtime_ns for path in run.path.rglob("*.png")}
     assert len(early) < 10
     evaluate(pipe, run, definition(), judges)
@@ -294,7 +292,7 @@ def test_sets_are_compared_with_a_folder_and_with_the_unmerged(pipe: Any, tmp_pa
     assert {"fid", "kid", "fid_unmerged", "kid_unmerged"} <= set(merged.metrics)
     assert merged.metrics["fid"].value > merged.metrics["fid_unmerged"].value
     # Everything is stored: a second time takes no network.
-    judges.inception.network = None
+    judges.networks["inception"].network = None
     again = evaluate(pipe, run, small, judges, reference=reference)
     assert again == [base, merged]
     Image.new("RGB", (64, 64)).save(folder / "more.png")
@@ -483,7 +481,7 @@ def test_the_command_on_the_embedded_model(tmp_path: Path, capsys) -> None:
     assert len(images) == 4
     assert {"lpips", "psnr", "ssim", "fid_unmerged", "kid_unmerged"} <= set(results[1].metrics)
     assert 10 < results[1].metrics["psnr"].value < 50
-    assert scoring["networks"] == {"features": "features", "lpips": "lpips-alex"}
+    assert scoring["networks"] == {"inception": "inception", "lpips": "lpips-alex"}
     expected = load_pipeline()
     set_scheduler(expected, "plms")
     prompt = load_prompts()[1]

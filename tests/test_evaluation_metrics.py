@@ -19,16 +19,10 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import poly_mmd
 
 from tomesd.evaluation import networks
-from tomesd.evaluation.clip import ClipScore
-from tomesd.evaluation.metrics import (
-    fid,
-    fid_estimate,
-    kid_estimate,
-    mean_estimate,
-    paired_scores,
-    speedup_estimate,
-)
-from tomesd.evaluation.networks import Inception, Lpips, WeightFile
+from tomesd.evaluation.distances import fid, fid_estimate, kid_estimate
+from tomesd.evaluation.estimates import mean_estimate, speedup_estimate
+from tomesd.evaluation.metrics import paired_scores
+from tomesd.evaluation.networks import ClipScore, Inception, Lpips, WeightFile
 from tomesd.generation import LoadError
 
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from rich.console import Console
 from zoo_diffusers import make_sd_pipeline
 
 import tomesd
+from tomesd.cli.eval import _print
 from tomesd.cli.run import run as command
 from tomesd.evaluation import (
+    METRICS,
     Definition,
     Estimate,
     Judges,
@@ -29,9 +33,10 @@ from tomesd.evaluation import (
     read_results,
 )
 from tomesd.evaluation.figures import draw_pareto, pareto_front
+from tomesd.evaluation.images import versions
+from tomesd.evaluation.metrics import Pictures, QualityMetric
 from tomesd.evaluation.report import write_report
-from tomesd.evaluation.sampling import versions
-from tomesd.evaluation.tables import QUALITY, labels_of, methods_of
+from tomesd.evaluation.results import labels_of, methods_of
 
 PROMPTS = [f'a <b>{animal}</b> & "friends"' for animal in ("cat", "dog", "fox", "pig")]
 # On a CPU and at this size, merging does not pay, and would not be done.
@@ -244,6 +249,37 @@ def test_methods_are_told_apart_by_what_differs() -> None:
 
 
 def test_there_is_no_plot_of_nothing() -> None:
-    column = next(column for column in QUALITY if column.key == "lpips")
+    lpips = next(metric for metric in METRICS if metric.name == "lpips")
     result = Result(Variant("a", "merged", {"ratio": 0.5}), 4, None, None, None, 0, {})
-    assert draw_pareto([result], column) is None
+    assert draw_pareto([result], lpips) is None
+
+
+def test_a_new_metric_is_one_entry(run: Run, tmp_path: Path, capsys) -> None:
+    """One that is registered is scored, stored, tabled, drawn and put on the page."""
+
+    def brightness(pictures: Pictures, network: Any) -> Any:
+        return pictures.pixels.float().mean(dim=(1, 2, 3))
+
+    entry = QualityMetric(
+        name="brightness",
+        title="Brightness",
+        meaning="of each image, mean",
+        better="more",
+        format="{:.1f}".format,
+        against="prompt",
+        score=brightness,
+    )
+    METRICS.append(entry)
+    try:
+        copy = Run(tmp_path / "run")
+        shutil.copytree(run.path, copy.path)
+        definition = copy.load()
+        results = evaluate(None, copy, definition, Judges.load(inception=None))
+        assert all(0 < result.metrics["brightness"].value < 255 for result in results)
+        _print(Console(width=200), results, copy.path)
+        assert "Brightness ↑" in capsys.readouterr().out
+        page = write_report(copy, worst=1, typical=0).read_text()
+        assert "Brightness: of each image, mean." in page
+        assert (copy.path / "figures" / "brightness_speedup.png").is_file()
+    finally:
+        METRICS.remove(entry)

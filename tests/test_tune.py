@@ -14,12 +14,12 @@ from PIL import Image
 from zoo_diffusers import make_sd_pipeline, make_sdxl_pipeline, make_unet
 
 import tomesd
-from tomesd.cli.run import run
+from tomesd.cli.run import parse, run
 from tomesd.evaluation import Sampling, make_items
 from tomesd.evaluation.metrics import paired_scores
 from tomesd.evaluation.networks import Lpips
 from tomesd.evaluation.search_space import Choice, first_options, levels_of, search_space
-from tomesd.evaluation.tuning import Budget, Measurement, Scales, choose, front_of, search
+from tomesd.evaluation.tuning import Budget, Measurement, SideBySide, choose, front_of, search
 from tomesd.generation import sample
 from tomesd.presets import PRESETS, changed, load, save
 
@@ -260,7 +260,7 @@ def scores_of(pipe: Any, options: dict, seeds: dict[int, str], side: int, steps:
 
 def test_a_measurement_is_that_of_the_images(pipe: Any) -> None:
     items = make_items(["a cat", "a dog", "a fox"], seed=5)
-    scales = Scales(pipe, items, Sampling(64, 64, steps=2), Lpips("alex"), batch=2, repeats=1)
+    scales = SideBySide(pipe, items, Sampling(64, 64, steps=2), Lpips("alex"), batch=2, repeats=1)
     options = {"ratio": 0.6, "when": "always", "target": "block"}
     found = scales.measure(options)
     expected = scores_of(pipe, options, {5: "a cat", 6: "a dog", 7: "a fox"}, 64, 2)
@@ -272,7 +272,7 @@ def test_a_measurement_is_that_of_the_images(pipe: Any) -> None:
 
 
 def test_settings_that_merge_nothing_gain_nothing(pipe: Any, recwarn: Any) -> None:
-    scales = Scales(pipe, make_items(["a cat"]), Sampling(64, 64, steps=1), Lpips("alex"), 1, 1)
+    scales = SideBySide(pipe, make_items(["a cat"]), Sampling(64, 64, steps=1), Lpips("alex"), 1, 1)
     found = scales.measure({"ratio": 0.0})
     assert (found.merges, found.speedup, found.lpips, found.gains) == (False, 1.0, 0.0, False)
     assert not [w for w in recwarn if issubclass(w.category, tomesd.MergeWarning)]
@@ -368,12 +368,31 @@ def test_generate_and_eval_use_a_settings_file(model: str, prompts: str, tmp_pat
     assert variants[1]["settings"]["target"] == "kv"
 
 
-def test_a_preset_is_taken_by_name(model: str, tmp_path: Path) -> None:
-    words = ["generate", "--prompt", "x", "--model", model, "--size", "64", "64", "--steps", "1"]
-    assert run([*words, "--preset", "fast", "--out", str(tmp_path)]) == 0
-    with Image.open(tmp_path / "x-0.png") as image:
-        merge = json.loads(image.info["tomesd"])["merge"]
-    assert {name: merge[name] for name in PRESETS["fast"]} == PRESETS["fast"]
+def merge_of(words: str) -> tomesd.Settings:
+    return parse(["generate", "--prompt", "x", *words.split()]).merge.checked()
+
+
+def test_a_preset_is_taken_by_name() -> None:
+    assert merge_of("--preset fast") == tomesd.Settings(**PRESETS["fast"])
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("--ratio 0.5", {"ratio": 0.5}),
+        ("--ratio=0.5 --window None", {"ratio": 0.5, "window": None}),
+        ("--no-proportional --target attn", {"proportional": False, "target": "attn"}),
+        ("--max_downsample 2 --seed 0", {"max_downsample": 2, "seed": 0}),
+    ],
+)
+def test_what_is_given_wins_over_a_preset_also_if_it_is_the_default(
+    words: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    for name, preset in PRESETS.items():
+        expected = tomesd.Settings(**{**preset, **given})
+        assert merge_of(f"--preset {name} {words}") == expected
+        save(tmp_path / "settings.json", preset)
+        assert merge_of(f"--settings {tmp_path / 'settings.json'} {words}") == expected
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from .files import write_text
 from .settings import Settings
 
 __all__ = ["PRESETS", "Preset", "changed", "load", "preset", "save"]
@@ -60,14 +61,7 @@ def save(
     options = {name: _plain(name, value) for name, value in changed(settings).items()}
     content = {"format": FORMAT, "settings": options, "about": about}
     text = json.dumps(content, indent=1, default=str) + "\n"
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(target.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, target)  # an interruption leaves the old file or none, never half of one
-    finally:
-        part.unlink(missing_ok=True)
+    write_text(Path(path), text)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ..generation.loading import LoadError
+from ..generation.sampling import Sampling, call_pipeline
 from ..hosts.inputs import example_inputs
 from .models import ARCHITECTURES, Subject
-
-__all__ = ["WHATS", "Images", "Step", "make_call", "random_inputs"]
 
 WHATS = ("step", "pipeline")
 _PROMPT = "a photo of a red fox in the snow"
@@ -94,21 +93,17 @@ class Images:
     def __init__(
         self, subject: Subject, model: nn.Module, size: tuple[int, int], images: int, steps: int
     ):
+        height, width = size
         self._pipe = subject.pipe_with(model)
-        self._options: dict[str, Any] = {
-            "height": size[0],
-            "width": size[1],
-            "num_inference_steps": steps,
-            "guidance_scale": _GUIDANCE,
-            "output_type": "pt",  # images stay on the device, and no time goes into PNGs
-        }
+        self._sampling = Sampling(width, height, steps, _GUIDANCE)
+        self._seeds = range(images)
+        self._inputs: dict[str, Any] = {"prompt": [_PROMPT] * images}
         if subject.name in ARCHITECTURES:
-            self._options |= _embeddings(subject, images)
-        else:
-            self._options |= {"prompt": _PROMPT, "num_images_per_prompt": images}
+            self._inputs = {**_embeddings(subject, images)}
+        self._inputs["output_type"] = "pt"  # images stay on the device, and no time goes into PNGs
 
     def __call__(self) -> Any:
-        return self._pipe(**self._options, generator=torch.Generator().manual_seed(0)).images
+        return call_pipeline(self._pipe, self._inputs, self._seeds, self._sampling).images
 
 
 def _embeddings(subject: Subject, images: int) -> dict[str, Tensor]:
@@ -118,8 +113,5 @@ def _embeddings(subject: Subject, images: int) -> dict[str, Tensor]:
     embeddings = {"prompt_embeds": text, "negative_prompt_embeds": no_text}
     if "added_cond_kwargs" in inputs:
         pooled, no_pooled = inputs["added_cond_kwargs"]["text_embeds"].chunk(2)
-        embeddings |= {
-            "pooled_prompt_embeds": pooled,
-            "negative_pooled_prompt_embeds": no_pooled,
-        }
+        embeddings |= {"pooled_prompt_embeds": pooled, "negative_pooled_prompt_embeds": no_pooled}
     return embeddings

@@ -11,21 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..generation.sampling import process_peak
+from ..generation.loading import first_line
 from .calls import Call
 from .rows import OUT_OF_MEMORY
-
-__all__ = [
-    "Effort",
-    "MemoryProbe",
-    "Timing",
-    "attempt",
-    "free_memory",
-    "take_turns",
-    "time_calls",
-    "time_launches",
-]
-
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -35,7 +23,7 @@ class Effort:
     """How long to measure a setting."""
 
     seconds: float = 5.0
-    """For all variants together, once they are warm."""
+    """For all contenders together, once they are warm."""
     min_repeats: int = 5
     max_repeats: int = 100
     precision: float = 0.002
@@ -129,12 +117,13 @@ def take_turns(
     periods: Mapping[_Key, int] | None = None,
     on_repeat: Callable[[], None] | None = None,
 ) -> dict[_Key, Timing]:
-    """Measures all variants of a setting in turn, round after round.
+    """Measures all contenders of a setting in turn, round after round.
 
     What changes on the machine meanwhile (clocks, heat, other processes) then meets all of them.
 
     Args:
-        timers: of each variant, a function that makes so many calls and returns the seconds of one.
+        timers: for each contender, a function that makes so many calls and returns the seconds of
+            one.
         periods: calls that only make sense together: their number is never split.
     """
     timings: dict[_Key, Timing] = {}
@@ -156,34 +145,6 @@ def take_turns(
     return timings
 
 
-class MemoryProbe:
-    """Peak memory of a call, beyond what was in use when the probe was made.
-
-    Make it before the model is patched: what a patch keeps between calls then counts too.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            self._before = torch.cuda.memory_allocated(device)
-
-    def peak_mib(self, call: Call) -> float:
-        """On a GPU, what the allocator has handed out; on a CPU, what the process holds.
-
-        The call should be warm: tuning and loading kernels takes memory of its own, once.
-        """
-        if self._device.type != "cuda":
-            with process_peak() as peak:
-                call()
-            return peak[0] / 2**20
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        call()
-        torch.cuda.synchronize(self._device)
-        return (torch.cuda.max_memory_allocated(self._device) - self._before) / 2**20
-
-
 def free_memory(device: torch.device) -> None:
     """Gives back what nothing refers to any more."""
     gc.collect()
@@ -194,12 +155,13 @@ def free_memory(device: torch.device) -> None:
 def attempt(work: Callable[[], Any], device: torch.device) -> Any:
     """What `work` returns, or why it failed: "OOM", or the error in one line.
 
-    A variant that cannot run is a result too, and the others go on.
+    A contender that cannot run is a result too, and the others go on.
     """
     try:
         return work()
     except Exception as error:
-        reason = OUT_OF_MEMORY if _is_out_of_memory(error) else _one_line(error)
+        words = f"{type(error).__name__}: {first_line(error)}"[:200]
+        reason = OUT_OF_MEMORY if _is_out_of_memory(error) else words
     # Only here has the exception let go of the tensors in its frames.
     free_memory(device)
     return reason
@@ -212,8 +174,3 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and (
         "out of memory" in words or "can't allocate memory" in words or "alloc_failed" in words
     )
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines[:1]])[:200]

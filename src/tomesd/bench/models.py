@@ -10,14 +10,13 @@ from torch import nn
 
 from ..generation.loading import (
     denoiser,
+    denoiser_name,
     load_pipeline,
     pick_device,
     pick_dtype,
     quiet_diffusers,
     set_attention,
 )
-
-__all__ = ["ARCHITECTURES", "Subject", "load_subject", "shared_copy"]
 
 _CROSS_DOWN, _CROSS_UP = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"
 
@@ -92,23 +91,18 @@ class Subject:
     def pipe_with(self, model: nn.Module) -> Any:
         """The pipeline around another denoising model."""
         pipe = copy.copy(self.pipe)
-        setattr(pipe, "unet" if getattr(pipe, "unet", None) is not None else "transformer", model)
+        setattr(pipe, denoiser_name(pipe), model)
         return pipe
 
 
 def load_subject(
-    name: str = "demo",
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    attention: str = "default",
-    seed: int = 0,
+    name: str = "demo", *, device: str = "auto", dtype: str = "auto", attention: str = "default"
 ) -> Subject:
     """A model by the name of an architecture, or as `load_pipeline` takes it."""
     place = pick_device(device)
     numbers = pick_dtype(dtype, place)
     if name in ARCHITECTURES:
-        pipe = _random_pipeline(name, place, numbers, seed)
+        pipe = _random_pipeline(name, place, numbers)
         set_attention(pipe, attention)
     else:
         pipe = load_pipeline(name, device=device, dtype=dtype, attention=attention)  # type: ignore[arg-type]
@@ -117,12 +111,12 @@ def load_subject(
     return Subject(name, pipe, place, numbers, attention)
 
 
-def _random_pipeline(name: str, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
+def _random_pipeline(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     diffusers = quiet_diffusers()
     large = name == "sdxl"
-    unet = _random_model(diffusers.UNet2DConditionModel, ARCHITECTURES[name], device, dtype, seed)
+    unet = _random_model(diffusers.UNet2DConditionModel, ARCHITECTURES[name], device, dtype, 0)
     vae_config = {**_VAE, "scaling_factor": 0.13025 if large else 0.18215, "force_upcast": large}
-    vae = _random_model(diffusers.AutoencoderKL, vae_config, device, dtype, seed + 1)
+    vae = _random_model(diffusers.AutoencoderKL, vae_config, device, dtype, 1)
     if large:
         return diffusers.StableDiffusionXLPipeline(
             vae=vae,
@@ -170,7 +164,7 @@ def _random_model(
 def shared_copy(model: _M) -> _M:
     """A copy with modules of its own and the same weights, so that it takes no memory.
 
-    Each variant patches a copy: all of them stay ready at once, and take turns.
+    Each contender patches a copy: all of them stay ready at once, and take turns.
     """
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -1,14 +1,22 @@
 """How a model runs: eagerly, compiled, or replayed as a CUDA graph."""
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
 
 from .calls import Call
 
-__all__ = ["MODES", "Graph", "compile_model", "warm_up"]
-
+Mode = Literal[
+    "eager",
+    "compile",
+    "compile-reduce-overhead",
+    "compile-autotune",
+    "compile-max-autotune",
+    "compile-max-autotune-no-cudagraphs",
+    "graph",
+]
+MODES: tuple[str, ...] = get_args(Mode)
 EAGER, GRAPH = "eager", "graph"
 _COMPILE: dict[str, dict[str, Any]] = {
     "compile": {},
@@ -18,12 +26,11 @@ _COMPILE: dict[str, dict[str, Any]] = {
     "compile-max-autotune": {"mode": "max-autotune"},
     "compile-max-autotune-no-cudagraphs": {"mode": "max-autotune-no-cudagraphs"},
 }
-MODES = (EAGER, *_COMPILE, GRAPH)
 
 
 def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
     """Has `model` compiled in one of the compile modes when it is first called."""
-    # All variants compile the same code, once each; beyond its limit torch would stop compiling.
+    # All contenders compile the same code, once each; beyond its limit torch would stop compiling.
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 128)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 512)

@@ -1,21 +1,14 @@
 """Pictures of results."""
 
-import os
 from pathlib import Path
 from typing import Any
 
+from ..files import whole_file
+from .contenders import FREE, UNPATCHED
 from .rows import Row
 from .tables import Comparison, comparisons, duration
-from .variants import FREE, UNPATCHED
 
-__all__ = ["figure", "plot_rows", "save_figure"]
-
-COLOURS = {
-    "unpatched": "#777777",
-    "original": "#d1495b",
-    "tomesd": "#00798c",
-    "free": "#c7b446",
-}
+COLOURS = {"unpatched": "#777777", "original": "#d1495b", "tomesd": "#00798c", "free": "#c7b446"}
 
 
 def figure(width: float = 7.0, height: float = 4.0) -> Any:
@@ -32,17 +25,14 @@ def save_figure(picture: Any, path: Path) -> None:
     """Writes an SVG or PNG in one go, the same bytes for the same picture."""
     import matplotlib
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        # Without a date and with fixed names, a figure changes only if its data does.
-        with matplotlib.rc_context({"svg.hashsalt": "tomesd", "svg.fonttype": "none"}):
-            kind = path.suffix.removeprefix(".")
-            metadata = {"Date": None} if kind == "svg" else {}
-            picture.savefig(part, format=kind, dpi=150, metadata=metadata)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    kind = path.suffix.removeprefix(".")
+    # Without a date and with fixed names, a figure changes only if its data does.
+    metadata = {"Date": None} if kind == "svg" else {}
+    with (
+        whole_file(path) as part,
+        matplotlib.rc_context({"svg.hashsalt": "tomesd", "svg.fonttype": "none"}),
+    ):
+        picture.savefig(part, format=kind, dpi=150, metadata=metadata)
 
 
 def plot_rows(rows: list[Row], path: Path) -> None:

@@ -13,26 +13,16 @@ from typing import Any
 import torch
 
 from .. import __version__
-
-__all__ = ["Row", "RowFile", "environment", "read_rows"]
+from ..files import append_json_line, read_json_lines
 
 Row = dict[str, Any]
 
 OUT_OF_MEMORY = "OOM"
-"""The error of a row whose variant needed more memory than there is."""
+"""The error of a row whose contender needed more memory than there is."""
 
 SETTING = (
-    "section",
-    "setting",
-    "model",
-    "what",
-    "steps",
-    "height",
-    "width",
-    "images",
-    "dtype",
-    "attention",
-    "mode",
+    *("section", "setting", "model", "what", "steps", "height", "width"),
+    *("images", "dtype", "attention", "mode"),
 )
 """What is measured. Rows of one run that agree in these can be compared."""
 
@@ -82,18 +72,8 @@ def _commit() -> str | None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file. A last line that was cut short is left out."""
-    if not path.exists():
-        return []
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}: not a row of results") from error
-    return rows
+    """The rows of a file, none if it is not there. A last line that was cut short is left out."""
+    return read_json_lines(path) if path.exists() else []
 
 
 class RowFile:
@@ -121,23 +101,10 @@ class RowFile:
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         row = {"run": self.run, "date": date, **row, **{**self._environment, **row}}
         row = json.loads(json.dumps(row))  # as it will be read
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_cut_line(self.path)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_json_line(self.path, row)
         self.rows.append(row)
         return row
 
 
 def _identity(row: Row) -> str:
     return json.dumps([row.get(name) for name in IDENTITY], sort_keys=True)
-
-
-def _drop_cut_line(path: Path) -> None:
-    """Removes what an interruption in the middle of a line has left."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)

@@ -3,24 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .contenders import FREE, UNPATCHED
 from .rows import OUT_OF_MEMORY, SETTING, Row
-from .variants import FREE, UNPATCHED
-
-__all__ = [
-    "HEADER",
-    "Comparison",
-    "comparisons",
-    "duration",
-    "failures",
-    "markdown",
-    "milliseconds",
-    "percent",
-    "recovered",
-    "result_table",
-    "split_common",
-    "times",
-    "versions",
-]
 
 
 def recovered(base: float, ours: float, free: float) -> float | None:
@@ -42,7 +26,7 @@ class Comparison:
         return iter(self.rows.values())
 
     def find(self, label: str) -> Row | None:
-        """The row of a variant, by label or kind."""
+        """The row of a contender, by label or kind."""
         rows = self.rows.values()
         by_label = next((row for row in rows if row["label"] == label), None)
         return by_label or next((row for row in rows if row["variant"] == label), None)
@@ -81,29 +65,14 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
 
 
 HEADER = (
-    "model",
-    "what",
-    "size",
-    "images",
-    "attention",
-    "mode",
-    "variant",
-    "ratio",
-    "ms",
-    "± IQR",
-    "speed-up",
-    "recovered",
-    "peak MiB",
+    *("model", "what", "size", "images", "attention", "mode", "variant", "ratio", "ms", "± IQR"),
+    *("speed-up", "recovered", "peak MiB"),
 )
 
 
 def result_table(rows: Iterable[Row]) -> list[list[str]]:
     """One line of cells per row, under `HEADER`."""
-    table = []
-    for comparison in comparisons(rows):
-        for row in comparison:
-            table.append(_cells(comparison, row))
-    return table
+    return [_cells(comparison, row) for comparison in comparisons(rows) for row in comparison]
 
 
 def _cells(comparison: Comparison, row: Row) -> list[str]:

@@ -9,90 +9,57 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import (
-    ARCHITECTURES,
-    Case,
-    Effort,
-    RowFile,
-    Subjects,
-    Variant,
-    load_original,
-    run_cases,
-)
+from ..bench import ARCHITECTURES, Case, Contender, Effort, RowFile, load_original, run_cases
+from ..bench.modes import Mode
 from ..bench.plots import plot_rows
 from ..bench.rows import Row
 from ..bench.tables import HEADER, failures, markdown, result_table, split_common, versions
+from ..files import write_text
 from ..generation.loading import DEMO_MODEL, Dtype, pick_device
 from ..settings import Settings
 from .options import MergeOptions
-from .progress import progress_bar, shorten
+from .progress import progress_bar
 
-__all__ = ["Bench"]
-
-Mode = Literal[
-    "eager",
-    "compile",
-    "compile-reduce-overhead",
-    "compile-autotune",
-    "compile-max-autotune",
-    "compile-max-autotune-no-cudagraphs",
-    "graph",
-]
 _SMALLEST, _MULTIPLE = 64, 8
 
 
 @dataclass(frozen=True)
 class Bench:
     """Measure seconds and memory with and without merging. Every combination of --model, --sizes,
-    --images, --attention and --mode is a setting; in each, all variants are measured in turn."""
+    --images, --attention and --mode is a setting; in each, all that is compared takes turns."""
 
     model: tuple[str, ...] = (DEMO_MODEL,)
     """`sd15`, `sd21`, `sdxl`: these architectures with random weights, nothing to download. `demo`
     for the embedded model, or a folder, a file or a hub id."""
-
     sizes: tuple[str, ...] = ()
     """Side of the image in pixels, or width and height as 768x512. The model's own if not given."""
-
     images: tuple[int, ...] = (1,)
     """Images at a time. A step runs on twice as many, with guidance."""
-
     ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of the tokens to remove."""
-
     attention: tuple[str, ...] = ("default",)
     """default, eager, sdpa, xformers, or attention backends of diffusers by name."""
-
     mode: tuple[Mode, ...] = ("eager",)
     """eager; compiled, in one of the modes of torch.compile; or replayed as a CUDA graph."""
-
     what: Literal["step", "pipeline"] = "step"
     """One step of the denoising model, or whole images with scheduler and decoder."""
-
     steps: int = 20
     """Steps of a whole image."""
-
     original: Path | None = None
     """Compare with tomesd 0.1.3 in this folder: pip install --no-deps --target FOLDER
     tomesd==0.1.3"""
-
     bound: bool = True
     """Measure also what merging would take if nothing had to be matched."""
-
     seconds: float = 10.0
     """Time to measure each setting for, once all is warm. More: less noise."""
-
     device: str = "auto"
     """Where to run: auto, cpu, cuda, cuda:1, mps."""
-
     dtype: Dtype = "auto"
     """Precision. auto: float16 on a GPU, float32 on a CPU."""
-
     out: Path = Path("bench_output")
     """Folder for the rows, the table and the plot. Rows are added to those that are there."""
-
     resume: bool = False
     """Go on with the last run in the folder: what it has measured is not measured again."""
-
     merge: MergeOptions = field(default_factory=MergeOptions)
 
     def run(self, console: Console) -> None:
@@ -100,21 +67,16 @@ class Bench:
         device = pick_device(self.device)
         effort = Effort(seconds=self.seconds, min_repeats=3)
         file = RowFile(self.out / "rows.jsonl", device, resume=self.resume)
-        total = sum(len(case.variants) * (1 + effort.min_repeats) for case in cases)
+        total = sum(len(case.contenders) * (1 + effort.min_repeats) for case in cases)
+        seen: list[Case] = []
         try:
-            with progress_bar(console) as progress:
-                task = progress.add_task("loading", total=total)
-                done = 0
+            with progress_bar(console) as on_progress:
 
-                def on_progress(case: Case) -> None:
-                    nonlocal done
-                    done += 1
-                    words = shorten(_words(case))
-                    progress.update(
-                        task, description=words, completed=done, total=max(total, done + 1)
-                    )
+                def on_case(case: Case) -> None:
+                    seen.append(case)
+                    on_progress(_words(case), len(seen), max(total, len(seen) + 1))
 
-                rows = run_cases(cases, file, effort, subjects=Subjects(), on_progress=on_progress)
+                rows = run_cases(cases, file, effort, on_progress=on_case)
         except KeyboardInterrupt:
             console.print(f"{len(file.rows)} rows are in {file.path}; --resume goes on from there")
             raise
@@ -129,7 +91,7 @@ class Bench:
                 model=model,
                 height=height,
                 width=width,
-                variants=self._variants(merge, mode),
+                contenders=self._contenders(merge, mode),
                 images=images,
                 what=self.what,
                 steps=self.steps,
@@ -145,19 +107,19 @@ class Bench:
             raise ValueError("nothing to measure: model, images, attention and mode need values")
         return cases
 
-    def _variants(self, merge: Settings, mode: str) -> tuple[Variant, ...]:
-        variants = [Variant("unpatched")]
+    def _contenders(self, merge: Settings, mode: str) -> tuple[Contender, ...]:
+        contenders = [Contender("unpatched")]
         for ratio in self.ratios:
             settings = replace(merge, ratio=ratio)
-            variants.append(Variant("tomesd", settings))
+            contenders.append(Contender("tomesd", settings))
             if self.original is not None:
                 # Its random numbers cannot be drawn inside a CUDA graph.
                 use_rand = merge.use_rand and mode != "graph"
                 original = replace(settings, use_rand=use_rand)
-                variants.append(Variant("original", original, folder=str(self.original)))
+                contenders.append(Contender("original", original, folder=str(self.original)))
             if self.bound:
-                variants.append(Variant("free", replace(settings, when="always")))
-        return tuple(variants)
+                contenders.append(Contender("free", replace(settings, when="always")))
+        return tuple(contenders)
 
     def _report(self, console: Console, rows: list[Row], path: Path) -> None:
         always = ("variant", "ratio", "ms", "speed-up")
@@ -178,7 +140,7 @@ class Bench:
             console.print(note)
         document, picture = path.with_name("results.md"), path.with_name("results.png")
         text = [markdown(header, lines), *notes]
-        document.write_text("\n\n".join(text) + "\n", encoding="utf-8")
+        write_text(document, "\n\n".join(text) + "\n")
         plot_rows(rows, picture)
         for written, words in ((path, "the rows"), (document, "the table"), (picture, "a plot")):
             console.print(f"  {written}  {words}")

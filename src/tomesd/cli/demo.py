@@ -1,18 +1,15 @@
 """tomesd demo: the main job, on the embedded model, in a minute or two."""
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from ..generation import Comparison, compare, save_image
-from ..settings import Settings
-from .options import MergeOptions, ModelOptions
-from .progress import progress_bar, shorten
-
-__all__ = ["Demo"]
+from ..files import json_lines, write_text
+from ..generation import ImageComparison, compare, save_image
+from .options import ImageOptions, MergeOptions, ModelOptions
+from .progress import progress_bar
 
 PROMPTS = (
     "a fox and two pears on a green gradient background",
@@ -26,22 +23,11 @@ class Demo:
 
     prompt: tuple[str, ...] = PROMPTS
     """What to draw."""
-
     ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of the tokens to remove."""
-
-    steps: int = 14
-    """Denoising steps."""
-
-    guidance: float = 5.0
-    """How closely to follow the prompt."""
-
-    size: tuple[int, int] | None = None
-    """Width and height in pixels. The model's own if not given."""
-
     out: Path = Path("demo_output")
     """Folder for the pictures."""
-
+    sampling: ImageOptions = field(default_factory=lambda: ImageOptions(steps=14))
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)
 
@@ -51,7 +37,16 @@ class Demo:
             replace(merge, ratio=ratio)  # refuse bad ones before the work begins
         console.print(f"Loading the model ({self.model.model})")
         pipe = self.model.load()
-        comparison = self._compare(console, pipe, merge)
+        with progress_bar(console) as on_progress:
+            comparison = compare(
+                pipe,
+                self.prompt,
+                self.ratios,
+                merge,
+                seed=merge.seed,
+                on_progress=on_progress,
+                **asdict(self.sampling),
+            )
         paths = self._save(comparison)
         console.print(_table(comparison), soft_wrap=False)
         console.print("PSNR and SSIM against the unmerged image of the same seed.")
@@ -59,37 +54,17 @@ class Demo:
         for path, words in paths.items():
             console.print(f"  {path}  {words}")
         console.print(
-            "Your own model: tomesd generate --model PATH_OR_HUB_ID --prompt '...' --ratio 0.5",
+            "Your own model: tomesd generate --model PATH_OR_HUB_ID --prompt '...' --ratio 0.5"
         )
 
-    def _compare(self, console: Console, pipe: object, merge: Settings) -> Comparison:
-        total = len(self.prompt) * (1 + len(self.ratios)) * self.steps
-        with progress_bar(console) as progress:
-            task = progress.add_task("", total=total)
-
-            def on_step(words: str, done: int) -> None:
-                progress.update(task, description=shorten(words), advance=1)
-
-            return compare(
-                pipe,
-                self.prompt,
-                self.ratios,
-                merge,
-                on_step=on_step,
-                steps=self.steps,
-                guidance=self.guidance,
-                size=self.size,
-                seed=merge.seed,
-            )
-
-    def _save(self, comparison: Comparison) -> dict[Path, str]:
+    def _save(self, comparison: ImageComparison) -> dict[Path, str]:
         """Writes everything at the end, so that an interrupted run leaves nothing half done."""
         middle = min(self.ratios, key=lambda ratio: abs(ratio - 0.5))
         grid, overlay = self.out / "comparison.png", self.out / "merged_tokens.png"
         save_image(comparison.grid(difference=middle), grid)
         save_image(comparison.overlay(), overlay)
         rows = self.out / "results.jsonl"
-        rows.write_text("".join(json.dumps(asdict(row)) + "\n" for row in comparison.rows))
+        write_text(rows, json_lines(asdict(row) for row in comparison.rows))
         return {
             grid: "the images side by side, and where they differ",
             overlay: "which tokens were merged, early, midway and late",
@@ -97,9 +72,9 @@ class Demo:
         }
 
 
-def _table(comparison: Comparison) -> Table:
+def _table(comparison: ImageComparison) -> Table:
     table = Table()
-    for title in (
+    for title in [
         "ratio",
         "tokens",
         "s / image",
@@ -108,7 +83,7 @@ def _table(comparison: Comparison) -> Table:
         "peak MiB",
         "PSNR",
         "SSIM",
-    ):
+    ]:
         table.add_column(title, justify="right")
     base = comparison.rows[0].step_seconds
     for row in comparison.rows:

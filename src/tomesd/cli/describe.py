@@ -8,8 +8,6 @@ import tomesd
 
 from .options import MergeOptions, ModelOptions
 
-__all__ = ["Describe"]
-
 
 @dataclass(frozen=True)
 class Describe:
@@ -17,7 +15,6 @@ class Describe:
 
     size: tuple[int, int] = (512, 512)
     """Width and height of the image, in pixels."""
-
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)
 

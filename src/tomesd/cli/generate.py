@@ -1,16 +1,16 @@
 """tomesd generate: images from prompts, with merged tokens."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from ..generation import sample, save_image
-from .options import MergeOptions, ModelOptions
-from .progress import steps_bar
-
-__all__ = ["Generate"]
+from ..generation import Sample, sample, save_image
+from ..settings import Settings
+from .options import ImageOptions, MergeOptions, ModelOptions
+from .progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -19,28 +19,15 @@ class Generate:
 
     prompt: tuple[str, ...] = ()
     """One prompt or several, each in quotes."""
-
     prompt_file: Path | None = None
     """A text file with one prompt a line, in addition."""
-
     negative: str = ""
     """What to keep out of the images."""
-
     images: int = 1
     """Images per prompt, from consecutive seeds."""
-
-    steps: int = 30
-    """Denoising steps."""
-
-    guidance: float = 5.0
-    """How closely to follow the prompt."""
-
-    size: tuple[int, int] | None = None
-    """Width and height in pixels. The model's own if not given."""
-
     out: Path = Path("images")
     """Folder for the images."""
-
+    sampling: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)
 
@@ -53,21 +40,22 @@ class Generate:
         pipe = self.model.load()
         for prompt in prompts:
             for seed in range(merge.seed, merge.seed + self.images):
-                with steps_bar(console, prompt, self.steps) as on_step:
-                    made = sample(
-                        pipe,
-                        prompt,
-                        replace(merge, seed=seed),
-                        negative_prompt=self.negative,
-                        steps=self.steps,
-                        guidance=self.guidance,
-                        size=self.size,
-                        seed=seed,
-                        on_step=on_step,
-                    )
+                made = self._make(console, pipe, prompt, replace(merge, seed=seed))
                 path = self.out / f"{_slug(prompt)}-{seed}.png"
                 save_image(made.image, path, {"model": self.model.model, **made.metadata})
                 console.print(f"{path}  {made.seconds:.1f} s")
+
+    def _make(self, console: Console, pipe: Any, prompt: str, merge: Settings) -> Sample:
+        with progress_bar(console) as on_progress:
+            return sample(
+                pipe,
+                prompt,
+                merge,
+                negative_prompt=self.negative,
+                seed=merge.seed,
+                on_step=lambda done: on_progress(prompt, done, self.sampling.steps),
+                **asdict(self.sampling),
+            )
 
     def _prompts(self) -> list[str]:
         prompts = list(self.prompt)

@@ -1,17 +1,17 @@
 """Options that several commands share."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from .. import presets
+from ..evaluation import Item, load_prompts, make_items
 from ..generation.loading import DEMO_MODEL, Dtype, Offload, load_pipeline
 from ..settings import Protect, Schedule, Settings
-
-__all__ = ["MergeOptions", "ModelOptions", "types"]
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class MergeOptions(Settings):
     settings: Path | None = None
     """A settings file to begin with, as tomesd tune writes it. Other options that are given here
     win over what it says."""
-
     preset: presets.Preset | None = None
     """Or settings by name to begin with."""
+    named: tyro.conf.Suppress[frozenset[str]] = frozenset()
+    """The options that the command line names."""
 
     def __post_init__(self) -> None:
         """Checks nothing: while the command line is parsed, an error would come out garbled."""
@@ -32,8 +33,9 @@ class MergeOptions(Settings):
         return Settings(**{**self.base(), **self.given()})
 
     def given(self) -> dict[str, Any]:
-        """What the command line says, as far as it is not the default."""
-        return presets.changed(self)
+        """What the command line says, also where it is the default: it wins over a preset."""
+        names = self.named | presets.changed(self).keys()
+        return {f.name: getattr(self, f.name) for f in fields(Settings) if f.name in names}
 
     def base(self) -> dict[str, Any]:
         """What the settings file or the preset says."""
@@ -42,6 +44,13 @@ class MergeOptions(Settings):
         if self.settings is not None:
             return presets.load(self.settings)
         return {} if self.preset is None else presets.preset(self.preset)
+
+
+def named_in(arguments: Iterable[str]) -> frozenset[str]:
+    """Names of the options in the words of a command line: `--no-use-rand` names `use_rand`."""
+    words = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
+    names = [word.replace("-", "_") for word in words]
+    return frozenset([*names, *(name.removeprefix("no_") for name in names)])
 
 
 types = ConstructorRegistry()
@@ -86,23 +95,17 @@ class ModelOptions:
     model: str = DEMO_MODEL
     """`demo` for the embedded model, a folder in diffusers format, a single .safetensors or .ckpt
     file, or a hub id."""
-
     config: Path | None = None
     """For a single file: a local folder in diffusers format to take the configuration, the
     tokenizer and the scheduler from. Without it, diffusers asks the hub."""
-
     device: str = "auto"
     """Where to run: auto, cpu, cuda, cuda:1, mps."""
-
     dtype: Dtype = "auto"
     """Precision. auto: float16 on a GPU, float32 on a CPU."""
-
     attention: str = "default"
     """default, eager, sdpa, xformers, or an attention backend of diffusers by name."""
-
     compile: bool = False
     """Compile the model with torch.compile: a slow first image, then faster ones."""
-
     offload: Offload = "none"
     """Keep in GPU memory only what runs: whole models, or layer by layer."""
 
@@ -116,3 +119,54 @@ class ModelOptions:
             compile=self.compile,
             offload=self.offload,
         )
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How images are made."""
+
+    steps: int = 30
+    """Denoising steps."""
+    guidance: float = 5.0
+    """How closely to follow the prompt."""
+    size: tuple[int, int] | None = None
+    """Width and height in pixels. The model's own if not given."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions(ImageOptions):
+    """How images are made."""
+
+    negative: str = ""
+    """What to keep out of the images."""
+    scheduler: Literal["own", "ddim", "plms"] = "own"
+    """The model's own, DDIM, or PLMS (PNDM)."""
+
+    def arguments(self) -> dict[str, Any]:
+        """As `Sampling.of` takes them."""
+        options = asdict(self)
+        negative = options.pop("negative")
+        return {**options, "negative_prompt": negative}
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Which images are made."""
+
+    prompts: str = "held-out"
+    """held-out (captions of the embedded model), imagenet, imagenet:FILE (a class a line), a .tsv
+    file with a column Prompt such as Parti-prompts, or a text file with a prompt a line."""
+    count: int | None = 100
+    """How many prompts. None takes all."""
+    images: int = 1
+    """Images per prompt, each from a seed of its own."""
+    image_seed: int = 0
+    """Where the seeds of the noise begin."""
+
+    def items(self, further: int = 0) -> list[Item]:
+        """
+        Args:
+            further: how far the seeds are from where they would begin.
+        """
+        prompts = load_prompts(self.prompts, self.count)
+        return make_items(prompts, self.images, self.image_seed + further)

@@ -1,32 +1,28 @@
-"""Progress bars."""
+"""The progress bar."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["progress_bar", "steps_bar"]
+from ..generation.progress import OnProgress
 
-
-def progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
+_LONGEST = 44
 
 
 @contextmanager
-def steps_bar(console: Console, words: str, steps: int) -> Iterator[Callable[[int], None]]:
-    """A bar over the steps of one image; yields what to call with the number done."""
-    with progress_bar(console) as progress:
-        task = progress.add_task(shorten(words), total=steps)
-        yield lambda done: progress.update(task, completed=done)
+def progress_bar(console: Console, suffix: str = "") -> Iterator[OnProgress]:
+    """A bar while the block runs; yields what to call with how far things are."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        number = progress.add_task("", total=None)
+        task = progress.tasks[0]
 
+        def update(words: str, done: float, total: int) -> None:
+            if total != task.total or done < task.completed:
+                progress.reset(number, total=total)  # another piece of work, with its own time
+            short = words if len(words) <= _LONGEST else words[: _LONGEST - 1] + "…"
+            progress.update(number, description=short + suffix, completed=done)
 
-def shorten(words: str, length: int = 44) -> str:
-    return words if len(words) <= length else words[: length - 1] + "…"
+        yield update

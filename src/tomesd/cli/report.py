@@ -7,7 +7,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-__all__ = ["Report"]
+from ..evaluation import Run
+from ..evaluation.report import write_report
 
 
 @dataclass(frozen=True)
@@ -16,17 +17,12 @@ class Report:
 
     folder: Annotated[Path, tyro.conf.Positional]
     """Folder of the run."""
-
     worst: int = 8
     """How many of the images that merging changed most to show."""
-
     typical: int = 4
     """How many from the middle."""
 
     def run(self, console: Console) -> None:
-        from ..evaluation import Run
-        from ..evaluation.report import write_report
-
         path = write_report(Run(self.folder), worst=self.worst, typical=self.typical)
         console.print(f"{path}  {path.stat().st_size / 1e6:.1f} MB, with everything in it")
         console.print(f"{self.folder / 'figures'}  its plots")

@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -18,12 +19,10 @@ from .demo import Demo
 from .describe import Describe
 from .eval import Eval
 from .generate import Generate
-from .options import types
+from .options import named_in, types
 from .report import Report
 from .show import Show
 from .tune import NothingFoundError, Tune
-
-__all__ = ["run"]
 
 _COMMANDS: Any = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -48,15 +47,7 @@ def run(arguments: list[str]) -> int:
         return 0
     warnings.showwarning = _show_warning(errors)
     try:
-        with types:
-            command = tyro.cli(
-                _COMMANDS,
-                prog="tomesd",
-                description="Token merging for diffusion models.",
-                args=arguments,
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-        command.run(console)
+        parse(arguments).run(console)
         return 0
     except SystemExit as exit:  # help, or words that do not parse
         return exit.code if isinstance(exit.code, int) else 2
@@ -72,12 +63,27 @@ def run(arguments: list[str]) -> int:
     except (torch.OutOfMemoryError, MemoryError):
         errors.print(
             "tomesd: out of memory; try a smaller --size, a higher --ratio, --dtype float16 or "
-            "--offload model",
+            "--offload model"
         )
         return 1
     except (NothingFoundError, OSError) as error:
         errors.print(f"tomesd: {error}")
         return 1
+
+
+def parse(arguments: list[str]) -> Any:
+    """The command that the words ask for."""
+    with types:
+        command = tyro.cli(
+            _COMMANDS,
+            prog="tomesd",
+            description="Token merging for diffusion models.",
+            args=arguments,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    if hasattr(command, "merge"):
+        command = replace(command, merge=replace(command.merge, named=named_in(arguments)))
+    return command
 
 
 def _show_warning(errors: Console) -> Any:

@@ -10,10 +10,9 @@ from rich.console import Console
 import tomesd
 
 from ..generation import MergeMap, draw_map, map_of_image, record_maps, sample, save_image
-from .options import MergeOptions, ModelOptions
-from .progress import steps_bar
-
-__all__ = ["Show"]
+from ..settings import Settings
+from .options import ImageOptions, MergeOptions, ModelOptions
+from .progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -21,29 +20,16 @@ class Show:
     """Draw which tokens are merged: each slot in its mean colour, outlined; what is kept, as is."""
 
     image: Path | None = None
-    """A picture to look at."""
-
+    """A picture to look at, at its own size unless --size is given."""
     prompt: str | None = None
     """Or a prompt: the picture is made first."""
-
     step: int | None = None
     """Which denoising step, from 0. The middle one if not given."""
-
     level: int | None = None
     """Which level: 1 is full resolution, 2 half of it. The finest that is merged if not given."""
-
-    steps: int = 30
-    """Denoising steps."""
-
-    guidance: float = 5.0
-    """How closely to follow the prompt."""
-
-    size: tuple[int, int] | None = None
-    """Width and height in pixels. The model's own, or the picture's, if not given."""
-
     out: Path = Path("merge_map.png")
     """The picture to write."""
-
+    sampling: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)
 
@@ -51,40 +37,44 @@ class Show:
         merge = self.merge.checked()
         if (self.image is None) == (self.prompt is None):
             raise ValueError("give either --image or --prompt")
-        step = self.steps // 2 if self.step is None else self.step
-        if not 0 <= step < self.steps:
-            raise ValueError(f"step={step}: must be between 0 and {self.steps - 1}")
+        steps = self.sampling.steps
+        step = steps // 2 if self.step is None else self.step
+        if not 0 <= step < steps:
+            raise ValueError(f"step={step}: must be between 0 and {steps - 1}")
         picture = None if self.image is None else _open(self.image)
         pipe = self.model.load()
         if picture is not None:
-            picture = _fit(pipe, picture, self.size)
-            noise = 1 - (step + 0.5) / self.steps
-            maps = map_of_image(pipe, picture, merge, prompt="", noise=noise)
+            picture = _fit(pipe, picture, self.sampling.size)
+            maps = map_of_image(pipe, picture, merge, noise=1 - (step + 0.5) / steps)
             map = self._choose(maps, 0)
         else:
-            assert self.prompt is not None
-            with (
-                tomesd.patched(pipe, **asdict(merge)),
-                record_maps(pipe) as maps,
-                steps_bar(console, self.prompt, self.steps) as on_step,
-            ):
-                picture = sample(
-                    pipe,
-                    self.prompt,
-                    steps=self.steps,
-                    guidance=self.guidance,
-                    size=self.size,
-                    seed=merge.seed,
-                    on_step=on_step,
-                ).image
+            picture, maps = self._make(console, pipe, merge)
             map = self._choose(maps, step)
         save_image(draw_map(map, picture), self.out)
         h, w = map.slot.shape
         left = int(map.slot.max()) + 1
         console.print(
             f"{self.out}  {h}x{w} tokens in {left} slots, at 1/{map.downsample} of the latent, "
-            f"timestep {map.timestep:.0f}",
+            f"timestep {map.timestep:.0f}"
         )
+
+    def _make(
+        self, console: Console, pipe: Any, merge: Settings
+    ) -> tuple[Image.Image, list[MergeMap]]:
+        prompt = str(self.prompt)
+        with (
+            tomesd.patched(pipe, **asdict(merge)),
+            record_maps(pipe) as maps,
+            progress_bar(console) as on_progress,
+        ):
+            made = sample(
+                pipe,
+                prompt,
+                seed=merge.seed,
+                on_step=lambda done: on_progress(prompt, done, self.sampling.steps),
+                **asdict(self.sampling),
+            )
+        return made.image, maps
 
     def _choose(self, maps: list[MergeMap], step: int) -> MergeMap:
         levels = sorted({map.downsample for map in maps})

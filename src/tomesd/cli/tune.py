@@ -5,24 +5,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from .. import presets
+from ..evaluation import Item, Sampling
+from ..evaluation.images import device_name, versions
+from ..evaluation.needs import need
+from ..evaluation.networks import Lpips
+from ..evaluation.search_space import first_options, levels_of, search_space
+from ..evaluation.tuning import (
+    Budget,
+    Log,
+    Measure,
+    Measurement,
+    SideBySide,
+    choose,
+    front_of,
+    search,
+)
 from ..generation.loading import denoiser
-from ..generation.sampling import checked_size
-from .options import MergeOptions, ModelOptions
-from .progress import progress_bar, shorten
-
-if TYPE_CHECKING:
-    from ..evaluation.prompts import Item
-    from ..evaluation.runs import Sampling
-    from ..evaluation.tuning import Budget, Log, Measure, Measurement
-
-__all__ = ["NothingFoundError", "Tune"]
+from ..generation.progress import OnProgress
+from .options import MergeOptions, ModelOptions, PromptOptions, SamplingOptions
+from .progress import progress_bar
 
 _FRESH = 1 << 16
 """How far the seeds of the last check are from those of the search."""
@@ -43,158 +50,104 @@ class Tune:
 
     max_lpips: float | None = None
     """The fastest settings with at most this LPIPS to the unmerged images."""
-
     min_psnr: float | None = None
     """The fastest settings with at least this PSNR to the unmerged images, in dB."""
-
     speedup: float | None = None
     """The settings with the least LPIPS that are at least this many times as fast."""
-
     trials: int = 40
     """How many settings to measure."""
-
     repeats: int = 3
     """How many times to take the time of each. More: less noise."""
-
     search_seed: int = 0
     """Seed of the search."""
-
-    prompts: str = "held-out"
-    """held-out (captions of the embedded model), imagenet, imagenet:FILE (a class a line), a .tsv
-    file with a column Prompt such as Parti-prompts, or a text file with a prompt a line."""
-
-    count: int | None = 4
-    """How many prompts. None takes all."""
-
-    images: int = 1
-    """Images per prompt, each from a seed of its own."""
-
-    image_seed: int = 0
-    """Where the seeds of the noise begin."""
-
-    steps: int = 30
-    """Denoising steps."""
-
-    guidance: float = 5.0
-    """How closely to follow the prompt."""
-
-    negative: str = ""
-    """What to keep out of the images."""
-
-    scheduler: Literal["own", "ddim", "plms"] = "own"
-    """The model's own, DDIM, or PLMS (PNDM)."""
-
-    size: tuple[int, int] | None = None
-    """Width and height in pixels. The model's own if not given."""
-
     batch: int = 4
     """Images made at a time. As many as you will make: how much merging gains depends on it."""
-
     lpips: Literal["alex", "vgg"] = "alex"
     """Network of LPIPS."""
-
     lpips_weights: Path | None = None
     """A file instead of the installed weights of LPIPS."""
-
     out: Path = Path("settings.json")
     """The settings file to write."""
-
     log: Path | None = None
     """A file to write a line of JSON to for every trial."""
-
+    prompt: PromptOptions = field(default_factory=lambda: PromptOptions(count=4))
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)
 
     def run(self, console: Console) -> None:
-        from ..evaluation import search_space, tuning
-        from ..evaluation.needs import need
-        from ..evaluation.networks import Lpips
-
         need("optuna", "scipy", "torchmetrics")
-        budget = tuning.Budget.of(
-            max_lpips=self.max_lpips, min_psnr=self.min_psnr, speedup=self.speedup
-        )
+        budget = Budget.of(max_lpips=self.max_lpips, min_psnr=self.min_psnr, speedup=self.speedup)
         self._check()
         network = Lpips(self.lpips, self.lpips_weights)
         console.print(f"Loading the model ({self.model.model})")
         pipe = self.model.load()
         network.to(denoiser(pipe).device)
-        sampling = self._sampling(pipe)
-        with progress_bar(console) as progress, _log_to(self.log) as log:
-            bar = _Bar(progress)
+        sampling = Sampling.of(pipe, **self.sampling.arguments())
+        with progress_bar(console) as on_progress, _log_to(self.log) as log:
+            bar = _TrialBar(on_progress)
 
-            def scales(seed: int, repeats: int) -> tuning.Scales:
-                return tuning.Scales(
-                    pipe, self._items(seed), sampling, network, self.batch, repeats, bar.part
-                )
+            def measure(items: list[Item], repeats: int) -> Measure:
+                batch, on_call = self.batch, bar.on_call
+                return SideBySide(pipe, items, sampling, network, batch, repeats, on_call).measure
 
-            first = scales(self.image_seed, self.repeats).measure
-            seen = self._search(first, search_space.levels_of(pipe, sampling), bar, log)
-            again = scales(self.image_seed + _FRESH, max(self.repeats, 5)).measure
-            chosen = tuning.choose(seen, budget, again, progress=bar, log=log)
-        console.print(_table(tuning.front_of(seen)), soft_wrap=False)
+            first = measure(self.prompt.items(), self.repeats)
+            seen = self._search(first, levels_of(pipe, sampling), bar, log)
+            again = measure(self.prompt.items(_FRESH), max(self.repeats, 5))
+            chosen = choose(seen, budget, again, on_progress=bar.on_trial, log=log)
+        console.print(_table(front_of(seen)), soft_wrap=False)
         if chosen is None:
             raise NothingFoundError(_nothing(budget, seen))
         presets.save(self.out, chosen.options, **self._about(pipe, sampling, budget, chosen, seen))
         _tell(console, chosen, self.out)
 
     def _search(
-        self, measure: "Measure", levels: list[int], bar: "_Bar", log: "Log"
-    ) -> "list[Measurement]":
-        from ..evaluation import search_space, tuning
-
+        self, measure: Measure, levels: list[int], bar: "_TrialBar", log: Log
+    ) -> list[Measurement]:
         given, base = self.merge.given(), self.merge.base()
-        space = search_space.search_space(levels, given)
+        space = search_space(levels, given)
         searched = {choice.name for choice in space}
         # Of a settings file, what the search does not try stays; the rest is where it starts.
         fixed = {name: value for name, value in base.items() if name not in searched} | given
-        return tuning.search(
+        return search(
             measure,
             space,
             trials=self.trials,
             fixed=fixed,
-            first=search_space.first_options(fixed, base),
+            first=first_options(fixed, base),
             seed=self.search_seed,
-            progress=bar,
+            on_progress=bar.on_trial,
             log=log,
         )
 
     def _check(self) -> None:
         """What can be said before anything is loaded."""
         self.merge.checked()
-        for name in ("trials", "repeats", "batch", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        steps = self.sampling.steps
+        counts = {
+            "trials": self.trials,
+            "repeats": self.repeats,
+            "batch": self.batch,
+            "steps": steps,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name}={count}: must be at least 1")
         if self.model.compile:
             raise ValueError(
                 "compile: each trial would be compiled anew; tune without it, compile afterwards"
             )
-        self._items(self.image_seed)
-
-    def _items(self, seed: int) -> "list[Item]":
-        from ..evaluation import load_prompts, make_items
-
-        return make_items(load_prompts(self.prompts, self.count), self.images, seed)
-
-    def _sampling(self, pipe: Any) -> "Sampling":
-        from ..evaluation.runs import Sampling
-        from ..evaluation.sampling import set_scheduler
-
-        width, height = checked_size(pipe, self.size)
-        set_scheduler(pipe, self.scheduler)
-        return Sampling(width, height, self.steps, self.guidance, self.negative, self.scheduler)
+        self.prompt.items()
 
     def _about(
         self,
         pipe: Any,
-        sampling: "Sampling",
-        budget: "Budget",
-        chosen: "Measurement",
-        seen: "list[Measurement]",
+        sampling: Sampling,
+        budget: Budget,
+        chosen: Measurement,
+        seen: list[Measurement],
     ) -> dict[str, Any]:
         """What was measured, and on what."""
-        from ..evaluation.sampling import device_name, versions
-
         return {
             "budget": str(budget),
             "measured": {
@@ -205,8 +158,8 @@ class Tune:
             },
             "model": asdict(self.model),
             "sampling": asdict(sampling),
-            "prompts": self.prompts,
-            "images": len(self._items(0)),
+            "prompts": self.prompt.prompts,
+            "images": len(self.prompt.items()),
             "batch": self.batch,
             "trials": len(seen),
             "device": device_name(pipe),
@@ -214,26 +167,23 @@ class Tune:
         }
 
 
-class _Bar:
-    """Trials that are done, and a part of the one that is not."""
+class _TrialBar:
+    """Shows the trials that are done, and the part that is done of the next."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress, self.done = progress, 0.0
-        self.task = progress.add_task("", total=None)
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress = on_progress
+        self._words, self._done, self._total = "", 0.0, 0
 
-    def start(self, total: int) -> None:
-        self.progress.reset(self.task, total=total)
+    def on_trial(self, words: str, done: float, total: int) -> None:
+        self._words, self._done, self._total = words, done, total
+        self._on_progress(words, done, total)
 
-    def update(self, words: str, done: float) -> None:
-        self.done = done
-        self.progress.update(self.task, description=shorten(words), completed=done)
-
-    def part(self, share: float) -> None:
-        self.progress.update(self.task, completed=self.done + share)
+    def on_call(self, share: float) -> None:
+        self._on_progress(self._words, self._done + share, self._total)
 
 
 @contextmanager
-def _log_to(path: Path | None) -> "Iterator[Log]":
+def _log_to(path: Path | None) -> Iterator[Log]:
     """What to call with each line; after an interruption, all lines until then are there."""
     if path is None:
         yield lambda line: None
@@ -243,7 +193,7 @@ def _log_to(path: Path | None) -> "Iterator[Log]":
         yield lambda line: print(json.dumps(line, default=str), file=file, flush=True)
 
 
-def _table(front: "list[Measurement]") -> Table:
+def _table(front: list[Measurement]) -> Table:
     table = Table(title="The best that was seen")
     table.add_column("settings", overflow="fold")
     for title in ("s / image", "speed-up", "LPIPS", "PSNR (dB)"):
@@ -255,11 +205,8 @@ def _table(front: "list[Measurement]") -> Table:
     return table
 
 
-def _tell(console: Console, chosen: "Measurement", out: Path) -> None:
-    console.print(
-        f"{out}  on fresh images: {chosen.speedup:.2f}x as fast, LPIPS {chosen.lpips:.4f}, "
-        f"PSNR {chosen.psnr:.1f} dB"
-    )
+def _tell(console: Console, chosen: Measurement, out: Path) -> None:
+    console.print(f"{out}  on fresh images: {chosen}")
     arguments = ", ".join(["pipe", *filter(None, [_arguments(chosen.options)])])
     console.print(f"tomesd.apply_patch({arguments})")
 
@@ -268,15 +215,12 @@ def _arguments(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _nothing(budget: "Budget", seen: "list[Measurement]") -> str:
+def _nothing(budget: Budget, seen: list[Measurement]) -> str:
     kept = [measured for measured in seen if budget.kept_by(measured)]
     nearest = budget.nearest(seen)
     if nearest is None:
         return f"no settings keep a {budget}: none of {len(seen)} was faster than no merging"
-    best = (
-        f"{nearest.speedup:.2f}x as fast at LPIPS {nearest.lpips:.4f}, PSNR {nearest.psnr:.1f} dB "
-        f"({_arguments(nearest.options) or 'the defaults'})"
-    )
+    best = f"{nearest} ({_arguments(nearest.options) or 'the defaults'})"
     if kept:
         return f"no settings keep a {budget} on fresh images; nearest in the search: {best}"
     return f"no settings keep a {budget}; nearest of {len(seen)}: {best}"

@@ -3,22 +3,27 @@
 What `tomesd eval` and `tomesd report` do, as functions. Needs the extra `eval`.
 """
 
+from ..generation import Sampling
+from ..generation.original import load_original
+from .estimates import Estimate
 from .evaluate import evaluate
-from .metrics import Estimate
+from .images import define
+from .metrics import METRICS, QualityMetric
 from .processes import Processes
 from .prompts import Item, load_prompts, make_items
 from .results import Result, read_results
-from .runs import Definition, Run, Sampling
-from .sampling import define
+from .runs import Definition, Run
 from .scoring import Judges, Reference
-from .variants import Variant, load_original, make_variants, parse_vary
+from .variants import Variant, make_variants, parse_vary
 
 __all__ = [
+    "METRICS",
     "Definition",
     "Estimate",
     "Item",
     "Judges",
     "Processes",
+    "QualityMetric",
     "Reference",
     "Result",
     "Run",

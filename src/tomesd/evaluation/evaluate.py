@@ -3,15 +3,13 @@
 from types import ModuleType
 from typing import Any
 
+from ..generation.progress import OnProgress, silent
+from .images import make_images
 from .needs import need
 from .processes import Processes
-from .progress import Progress, Silent
 from .results import Result, write_results
 from .runs import Definition, Run
-from .sampling import make_images
-from .scoring import Judges, Reference, score_images, score_reference
-
-__all__ = ["evaluate"]
+from .scoring import ImageSet, Judges, Reference, score
 
 
 def evaluate(
@@ -24,7 +22,7 @@ def evaluate(
     original: ModuleType | None = None,
     processes: Processes | None = None,
     extend: bool = False,
-    progress: Progress | None = None,
+    on_progress: OnProgress = silent,
 ) -> list[Result]:
     """Makes and scores the images that a run lacks; returns its table, in the main process.
 
@@ -37,19 +35,19 @@ def evaluate(
         extend: allow variants that the run did not have when it was started.
     """
     need("scipy", "torchmetrics")
-    processes, progress = processes or Processes(), progress or Silent()
-    if reference is not None and judges.inception is None:
+    processes = processes or Processes()
+    if reference is not None and not any(m.against == "reference" for m in judges.metrics):
         raise ValueError("reference: needs the Inception network, which was left out")
     if processes.is_main:
         definition = run.open(definition, extend=extend)
-        run.end_broken_lines()
     definition = processes.from_main(definition)
-    make_images(pipe, run, definition, processes, original=original, progress=progress)
+    make_images(pipe, run, definition, processes, on_progress, original)
     processes.wait()
-    score_images(run, definition, judges, processes, progress)
+    sets = [ImageSet.of_variant(run, definition, v, judges) for v in definition.variants]
     if reference is not None:
-        score_reference(run, reference, judges, processes, progress)
+        sets.append(ImageSet.of_reference(reference, judges))
+    score(run, sets, judges, processes, on_progress)
     processes.wait()
     if not processes.is_main:
         return []
-    return write_results(run, definition, judges.keys, reference, progress, judges.device)
+    return write_results(run, definition, judges, reference, on_progress)

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .metrics import Estimate
-from .results import Result
-from .tables import Column, methods_of
-
-__all__ = ["draw_pareto", "draw_spread", "pareto_front"]
+from .estimates import Estimate
+from .metrics import QualityMetric
+from .results import Result, methods_of
+from .variants import UNMERGED
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 _MARKERS = "osD^vPXh"
@@ -30,28 +29,27 @@ def pareto_front(points: Sequence[tuple[float, float]], better: str) -> list[int
     return front[::-1]
 
 
-def draw_pareto(results: Sequence[Result], column: Column) -> bytes | None:
+def draw_pareto(results: Sequence[Result], metric: QualityMetric) -> bytes | None:
     """A PNG of one metric against the speed-up, a line per method; None if there is nothing."""
-    methods = [(label, _points(rows, column)) for label, rows in methods_of(results).items()]
+    methods = [(label, _points(rows, metric)) for label, rows in methods_of(results).items()]
     if not any(points for _, points in methods):
         return None
     figure, axes = _figure()
-    unmerged = [result for result in results if result.variant.kind == "unmerged"]
-    everything = _draw_line(axes, "unmerged", _points(unmerged, column), "#333333", "*")
+    unmerged = [result for result in results if result.variant.kind == UNMERGED.kind]
+    everything = _draw_line(axes, "unmerged", _points(unmerged, metric), "#333333", "*")
     for number, (label, points) in enumerate(methods):
         color, marker = _COLORS[number % len(_COLORS)], _MARKERS[number % len(_MARKERS)]
         everything += _draw_line(axes, label, points, color, marker)
         for point in points:
             where = {"textcoords": "offset points", "xytext": (5, 4)}
-            place = (point.speedup.value, point.value.value)
-            axes.annotate(f"{point.percent} %", place, fontsize=8, color=color, **where)
-    front = [everything[i] for i in pareto_front(everything, column.better)]
+            axes.annotate(f"{point.percent} %", point.place, fontsize=8, color=color, **where)
+    front = [everything[i] for i in pareto_front(everything, metric.better)]
     if len(front) > 1:
         axes.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=5, alpha=0.6, zorder=0)
     axes.axvline(1, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xlabel("speed-up (further right is better)")
-    arrow = "lower" if column.better == "less" else "higher"
-    axes.set_ylabel(f"{column.title} ({arrow} is better)")
+    direction = "lower" if metric.better == "less" else "higher"
+    axes.set_ylabel(f"{metric.title} ({direction} is better)")
     axes.legend(fontsize=8, framealpha=0.6, edgecolor="none")
     return _png(figure)
 
@@ -62,33 +60,31 @@ class _Point:
     speedup: Estimate
     value: Estimate
 
+    @property
+    def place(self) -> tuple[float, float]:
+        return self.speedup.value, self.value.value
 
-def _points(results: Sequence[Result], column: Column) -> list[_Point]:
+
+def _points(results: Sequence[Result], metric: QualityMetric) -> list[_Point]:
     """Where results are in a plot. The unmerged one is there also if it has nothing to be measured:
     it is at no distance from itself."""
     points = []
     for result in results:
-        value, speedup = column.of(result), result.speedup
-        if result.variant.kind == "unmerged":
+        value, speedup = result.metrics.get(metric.name), result.speedup
+        if result.variant.kind == UNMERGED.kind:
             speedup = Estimate(1.0)
-            if value is None and column.identical is not None:
-                value = Estimate(column.identical)
+            if value is None and metric.identical is not None:
+                value = Estimate(metric.identical)
         if value is not None and speedup is not None:
-            points.append(_Point(result.variant.percent, speedup, _scaled(value, column.scale)))
+            points.append(_Point(result.variant.percent, speedup, value.times(metric.scale)))
     return points
-
-
-def _scaled(estimate: Estimate, scale: float) -> Estimate:
-    low = None if estimate.low is None else scale * estimate.low
-    high = None if estimate.high is None else scale * estimate.high
-    return Estimate(scale * estimate.value, low, high)
 
 
 def _draw_line(
     axes: Any, label: str, points: Sequence[_Point], color: str, marker: str
 ) -> list[tuple[float, float]]:
     """Points with error bars, joined; returns where they are."""
-    places = [(point.speedup.value, point.value.value) for point in points]
+    places = [point.place for point in points]
     if places:
         axes.errorbar(
             *zip(*places, strict=True),
@@ -105,7 +101,7 @@ def _draw_line(
     return places
 
 
-def draw_spread(values: Mapping[str, Sequence[float]], column: Column) -> bytes | None:
+def draw_spread(values: Mapping[str, Sequence[float]], metric: QualityMetric) -> bytes | None:
     """A PNG of a box plot per variant, over its images."""
     if not values:
         return None
@@ -118,7 +114,7 @@ def draw_spread(values: Mapping[str, Sequence[float]], column: Column) -> bytes 
         flierprops={"markersize": 3, "markeredgecolor": "#d55e00"},
         medianprops={"color": "#0072b2", "linewidth": 1.5},
     )
-    axes.set_xlabel(f"{column.title} of single images")
+    axes.set_xlabel(f"{metric.title} of single images")
     axes.grid(axis="y", visible=False)
     return _png(figure)
 

@@ -1,217 +1,251 @@
-"""How far images are from others, pair by pair or as sets, and how sure that is.
+"""The quality metrics: each is one entry of `METRICS`.
 
-Pairs (PSNR, SSIM, LPIPS): each image against the unmerged one of the same seed.
-Sets (FID, KID): the Inception features of all images against those of another set.
+An entry says what a metric needs, how it is worked out, and how it is shown. Scoring, tables,
+figures and the report go through the entries, and know no metric by name.
 """
 
-import math
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
-__all__ = [
-    "PSNR_CAP",
-    "Estimate",
-    "fid",
-    "fid_estimate",
-    "kid_estimate",
-    "mean_estimate",
-    "paired_scores",
-    "speedup_estimate",
-]
-
-Array = NDArray[np.float64]
+from .distances import fid_estimate, kid_estimate
+from .estimates import Array, Estimate
 
 PSNR_CAP = 100.0
 """In dB. Identical images have an infinite PSNR, of which no mean can be taken."""
 
-CONFIDENCE = 0.95
-_NORMAL_QUANTILE = 1.959964
-RESAMPLES = 2000
-FID_RESAMPLES = 50
+
+@dataclass(frozen=True)
+class Pictures:
+    """A few images of one size, with what they may be compared with."""
+
+    pixels: Tensor
+    """`[B, 3, H, W]` of uint8."""
+    unmerged: Tensor | None = None
+    """The unmerged images of the same seeds, where a metric is measured against them."""
+    prompts: Sequence[str] = ()
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """The images and the unmerged ones, from 0 to 1."""
+        assert self.unmerged is not None
+        return self.pixels.float() / 255, self.unmerged.float() / 255
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A value and its 95 % confidence interval; None where there is too little to tell."""
+class QualityMetric:
+    """A measure of quality."""
 
-    value: float
-    low: float | None = None
-    high: float | None = None
+    name: str
+    """In files and results."""
+    title: str
+    """In tables and figures, with the unit."""
+    meaning: str
+    """Of what, and compared with what."""
+    better: Literal["less", "more"]
+    format: Callable[[float], str]
+    against: Literal["unmerged", "reference", "prompt"]
+    """What images are compared with: the unmerged ones of the same seeds, a folder of real ones,
+    or their prompts."""
+    score: Callable[[Pictures, Any], Tensor | Array]
+    """What is worked out from images and stored, given the network: `[B]` numbers whose mean is the
+    metric; or if there is a `distance`, `[B, d]` features."""
+    network: str | None = None
+    """The network of `Judges` that it needs."""
+    distance: Callable[..., Estimate] | None = None
+    """From the features of two sets of images to the metric; told whether they are `paired`."""
+    identical: float | None = None
+    """Its value for images that are the unmerged ones."""
+    scale: float = 1.0
+    """What the title says that values are multiplied by."""
+
+    @property
+    def array(self) -> str:
+        """What `score` gives is called this. Metrics with features of one network share them."""
+        return self.name if self.distance is None else str(self.network)
+
+    @property
+    def of_pairs(self) -> bool:
+        """Whether each image is compared with the unmerged one of its seed."""
+        return self.distance is None and self.against == "unmerged"
+
+    @property
+    def arrow(self) -> str:
+        return "↓" if self.better == "less" else "↑"
+
+    @property
+    def sign(self) -> int:
+        """Times this, less is better."""
+        return 1 if self.better == "less" else -1
+
+    def show(self, value: float) -> str:
+        return self.format(self.scale * value)
+
+    def value(self, found: Mapping[str, Estimate]) -> str:
+        return self.show(found[self.name].value) if self.name in found else "-"
+
+    def interval(self, found: Mapping[str, Estimate]) -> str:
+        """ "low to high", or nothing."""
+        estimate = found.get(self.name)
+        if estimate is None or estimate.low is None or estimate.high is None:
+            return ""
+        return f"{self.show(estimate.low)} to {self.show(estimate.high)}"
+
+    def with_margin(self, found: Mapping[str, Estimate]) -> str:
+        """ "value ±margin", for where there is little room."""
+        estimate = found.get(self.name)
+        if estimate is None or estimate.low is None or estimate.high is None:
+            return self.value(found)
+        if estimate.low == estimate.high:
+            return self.value(found)
+        return f"{self.value(found)} ±{self.show((estimate.high - estimate.low) / 2)}"
+
+
+def _psnr(pictures: Pictures, network: None) -> Tensor:
+    from torchmetrics.functional.image import peak_signal_noise_ratio
+
+    options = {"data_range": 1.0, "reduction": "none", "dim": (1, 2, 3)}
+    return peak_signal_noise_ratio(*pictures.pairs(), **options).clamp(max=PSNR_CAP)
+
+
+def _ssim(pictures: Pictures, network: None) -> Tensor:
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    scores = structural_similarity_index_measure(
+        *pictures.pairs(), data_range=1.0, reduction="none"
+    )
+    return scores.reshape(-1)  # torchmetrics squeezes a batch of one
+
+
+def _lpips(pictures: Pictures, network: Any) -> Tensor:
+    return network(*pictures.pairs())
+
+
+def _clip(pictures: Pictures, network: Any) -> Array:
+    images = [Image.fromarray(p) for p in pictures.pixels.permute(0, 2, 3, 1).cpu().numpy()]
+    return network(images, pictures.prompts)
+
+
+def _features(pictures: Pictures, network: Any) -> Tensor:
+    return network(pictures.pixels)
+
+
+def _show_psnr(value: float) -> str:
+    return "identical" if value >= PSNR_CAP else f"{value:.1f}"
+
+
+_REAL = "to the reference images"
+_SET = "to the unmerged images, as a set"
+_PAIR = "of each image to the unmerged one of the same seed, mean"
+_FEW = "; it grows as images get fewer, so compare equal numbers of them only"
+
+_FID = QualityMetric(
+    name="fid",
+    title="FID",
+    meaning=_REAL + _FEW,
+    better="less",
+    format="{:.2f}".format,
+    against="reference",
+    score=_features,
+    network="inception",
+    distance=fid_estimate,
+)
+_KID = QualityMetric(
+    name="kid",
+    title="KID x1000",
+    meaning=_REAL,
+    better="less",
+    format="{:.2f}".format,
+    against="reference",
+    score=_features,
+    network="inception",
+    distance=kid_estimate,
+    scale=1000,
+)
+_UNMERGED: dict[str, Any] = {"against": "unmerged", "identical": 0}
+
+METRICS: list[QualityMetric] = [
+    _FID,
+    _KID,
+    replace(_FID, name="fid_unmerged", title="FID to unmerged", meaning=_SET + _FEW, **_UNMERGED),
+    replace(_KID, name="kid_unmerged", title="KID to unmerged x1000", meaning=_SET, **_UNMERGED),
+    QualityMetric(
+        name="lpips",
+        title="LPIPS",
+        meaning=_PAIR,
+        better="less",
+        format="{:.4f}".format,
+        against="unmerged",
+        score=_lpips,
+        network="lpips",
+        identical=0,
+    ),
+    QualityMetric(
+        name="psnr",
+        title="PSNR (dB)",
+        meaning=_PAIR,
+        better="more",
+        format=_show_psnr,
+        against="unmerged",
+        score=_psnr,
+    ),
+    QualityMetric(
+        name="ssim",
+        title="SSIM",
+        meaning=_PAIR,
+        better="more",
+        format="{:.3f}".format,
+        against="unmerged",
+        score=_ssim,
+        identical=1,
+    ),
+    QualityMetric(
+        name="clip",
+        title="CLIP score",
+        meaning="of each image to its prompt, mean",
+        better="more",
+        format="{:.2f}".format,
+        against="prompt",
+        score=_clip,
+        network="clip",
+    ),
+]
+"""In the order of the columns of tables. One that is added here is measured and shown like the
+others."""
+
+
+def closeness(measured: Collection[str]) -> QualityMetric:
+    """The first of the measured metrics that tells how far an image is from the unmerged one."""
+    return next(metric for metric in METRICS if metric.of_pairs and metric.name in measured)
 
 
 def paired_scores(one: Tensor, other: Tensor, lpips: Any = None) -> dict[str, Array]:
-    """Scores of each pair of two batches of pixels, `[B, 3, H, W]` of uint8: `[B]` each.
+    """Scores `[B]` of each pair of two batches of pixels, `[B, 3, H, W]` of uint8.
 
     Args:
         lpips: an `Lpips` network on the images' device, or None to leave LPIPS out.
     """
-    from torchmetrics.functional.image import (
-        peak_signal_noise_ratio,
-        structural_similarity_index_measure,
-    )
-
-    a, b = one.float() / 255, other.float() / 255
-    psnr = peak_signal_noise_ratio(a, b, data_range=1.0, reduction="none", dim=(1, 2, 3))
-    # torchmetrics squeezes a batch of one.
-    ssim = structural_similarity_index_measure(a, b, data_range=1.0, reduction="none").reshape(-1)
-    scores = {"psnr": psnr.clamp(max=PSNR_CAP), "ssim": ssim}
-    if lpips is not None:
-        scores["lpips"] = lpips(a, b)
-    return {name: value.double().cpu().numpy() for name, value in scores.items()}
+    pictures, networks = Pictures(one, other), {None: None, "lpips": lpips}
+    wanted = [metric for metric in METRICS if metric.of_pairs]
+    return {
+        metric.name: to_array(metric.score(pictures, networks[metric.network]))
+        for metric in wanted
+        if metric.network is None or networks.get(metric.network) is not None
+    }
 
 
-def mean_estimate(values: Array) -> Estimate:
-    """The mean of `[n]` values, with a bootstrap interval over them."""
-    mean = float(values.mean())
-    if len(values) < 2:
-        return Estimate(mean)
-    if np.ptp(values) == 0:
-        return Estimate(mean, mean, mean)
-    return Estimate(mean, *_bootstrap((values,), np.mean, method="BCa"))
+def to_array(scores: Tensor | Array) -> Array:
+    """Numbers in double precision; features as they are."""
+    if not isinstance(scores, Tensor):
+        return scores
+    return (scores.double() if scores.ndim == 1 else scores).cpu().numpy()
 
 
-def speedup_estimate(base: Array, merged: Array) -> Estimate:
-    """How many times faster: the ratio of the medians of `[n]` times of the same batches."""
-
-    def ratio(base: Array, merged: Array, axis: int = -1) -> Array:
-        return np.median(base, axis=axis) / np.median(merged, axis=axis)
-
-    value = float(ratio(base, merged))
-    if len(base) < 2:
-        return Estimate(value)
-    return Estimate(value, *_bootstrap((base, merged), ratio, method="percentile", paired=True))
-
-
-def _bootstrap(
-    samples: tuple[Array, ...], statistic: Callable[..., Any], **options: Any
-) -> tuple[float | None, float | None]:
-    from scipy.stats import bootstrap
-
-    with warnings.catch_warnings():
-        # It warns where it has no answer, and gives NaN.
-        warnings.simplefilter("ignore")
-        interval = bootstrap(
-            samples,
-            statistic,
-            n_resamples=RESAMPLES,
-            batch=100,
-            confidence_level=CONFIDENCE,
-            rng=np.random.default_rng(0),
-            **options,
-        ).confidence_interval
-    low, high = float(interval.low), float(interval.high)
-    return (low, high) if math.isfinite(low) and math.isfinite(high) else (None, None)
-
-
-@dataclass(frozen=True)
-class _Gaussian:
-    """A normal distribution with the covariance `factor @ factor.T`."""
-
-    mean: Tensor
-    """`[d]`"""
-    factor: Tensor
-    """`[d, k]`: from fewer samples than dimensions, k is as small as their number."""
-    trace: Tensor
-
-    @classmethod
-    def of(cls, features: Tensor, counts: Tensor | None = None) -> "_Gaussian":
-        """Fitted to `[n, d]` samples, the i-th of them taken `counts[i]` times."""
-        if counts is None:
-            counts = torch.ones(len(features), device=features.device)
-        counts = counts.to(features)
-        n = counts.sum()
-        mean = counts @ features / n
-        rows = (features - mean) * (counts / (n - 1)).sqrt()[:, None]
-        factor = rows.T
-        if factor.shape[1] > factor.shape[0]:
-            values, vectors = torch.linalg.eigh(factor @ factor.T)
-            factor = vectors * values.clamp(min=0).sqrt()
-        return cls(mean, factor, rows.square().sum())
-
-
-def _frechet(a: _Gaussian, b: _Gaussian) -> float:
-    """Distance of two normal distributions (Heusel et al. 2017, equation 6).
-
-    The trace of the root of the product of the covariances is the sum of the singular values of
-    `a.factor.T @ b.factor`, so no root of a `[d, d]` matrix is needed.
-    """
-    cross = a.factor.T @ b.factor
-    gram = cross @ cross.T if cross.shape[0] < cross.shape[1] else cross.T @ cross
-    roots = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().sum()
-    return float((a.mean - b.mean).square().sum() + a.trace + b.trace - 2 * roots)
-
-
-def fid(features: Tensor, reference: Tensor) -> float:
-    """Fréchet Inception distance of `[n, d]` features to `[m, d]` of a reference."""
-    return _frechet(_Gaussian.of(features.double()), _Gaussian.of(reference.double()))
-
-
-def fid_estimate(
-    features: Tensor, reference: Tensor, *, paired: bool = False, resamples: int = FID_RESAMPLES
-) -> Estimate:
-    """FID, plus and minus 1.96 bootstrap deviations.
-
-    The images are drawn again with replacement; the reference stays, or with `paired`, goes along.
-    FID grows as images get fewer, and repeated images are fewer images: the draws as such are
-    shifted, so only their spread is used. The interval does not cover that shift: compare FIDs of
-    equal numbers of images only.
-    """
-    features, reference = features.double(), reference.double()
-    n = len(features)
-    fixed = _Gaussian.of(reference)
-    value = _frechet(_Gaussian.of(features), fixed)
-    if n < 3 or resamples < 2:
-        return Estimate(value)
-    generator = np.random.default_rng(0)
-    draws = []
-    for _ in range(resamples):
-        counts = np.bincount(generator.integers(n, size=n), minlength=n)
-        chosen = torch.from_numpy(np.flatnonzero(counts)).to(features.device)
-        weights = torch.from_numpy(counts[counts > 0]).to(features.device)
-        drawn = _Gaussian.of(features[chosen], weights)
-        other = _Gaussian.of(reference[chosen], weights) if paired else fixed
-        draws.append(_frechet(drawn, other))
-    margin = _NORMAL_QUANTILE * float(np.std(draws, ddof=1))
-    return Estimate(value, value - margin, value + margin)
-
-
-def kid_estimate(features: Tensor, reference: Tensor, *, paired: bool = False) -> Estimate:
-    """Kernel Inception distance (Binkowski et al. 2018) of `[n, d]` features to `[m, d]` others.
-
-    Over all images at once, which is what random subsets of them estimate. With `paired`, row i of
-    both comes from one seed, and the two are never compared with each other: that would make
-    merged images look closer to the unmerged ones than those are to themselves. Identical sets are
-    then exactly 0 apart.
-
-    The interval is a bootstrap over what each image adds: KID is, up to terms of order 1/n, the
-    mean of those shares. Unless `paired`, the reference is taken as given.
-    """
-    from torchmetrics.image.kid import poly_kernel
-
-    x, y = features.double(), reference.double()
-    n, m = len(x), len(y)
-    if n < 2 or m < 2:
-        raise ValueError(f"KID needs at least two images on both sides, not {n} and {m}")
-    within_x = _others(poly_kernel(x, x))
-    within_y = _others(poly_kernel(y, y))
-    across = poly_kernel(x, y)
-    if paired:
-        to_y, to_x = _others(across), _others(across.T)
-        mean = within_x.mean() + within_y.mean() - to_y.mean() - to_x.mean()
-        shares = 2 * (within_x + within_y - to_y - to_x) - mean
-    else:
-        to_y = across.mean(dim=1)
-        shares = 2 * (within_x - to_y) + within_y.mean() - within_x.mean()
-    return mean_estimate(shares.cpu().numpy())
-
-
-def _others(kernel: Tensor) -> Tensor:
-    """The mean of each row of `[n, n]`, without the diagonal."""
-    return (kernel.sum(dim=1) - kernel.diagonal()) / (len(kernel) - 1)
+def to_pixels(images: Sequence[Image.Image], device: torch.device) -> Tensor:
+    """`[B, 3, H, W]` of uint8."""
+    pixels = torch.stack([torch.from_numpy(np.array(image)) for image in images])
+    return pixels.permute(0, 3, 1, 2).to(device)

@@ -4,8 +4,6 @@ import importlib.util
 
 from ..generation import LoadError
 
-__all__ = ["need"]
-
 
 def need(*packages: str) -> None:
     """Raises if one is missing, before hours of work rather than after."""

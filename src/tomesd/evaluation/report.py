@@ -3,34 +3,64 @@
 import base64
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
+from ..files import whole_file, write_text
 from ..generation.loading import DEMO_MODEL
 from .figures import draw_pareto, draw_spread
+from .metrics import QualityMetric, closeness
 from .needs import need
-from .results import Record, Result, read_results
-from .runs import Run, write_text
-from .tables import QUALITY, Column, labels_of, methods_of, present
+from .results import Result, labels_of, methods_of, metrics_in, read_results
+from .runs import Record, Run
+from .scoring import open_image
 from .variants import UNMERGED
-
-__all__ = ["write_report"]
 
 _EMBEDDED_SIDE = 512
 """Larger pictures are embedded at this size."""
-_FEW_FOR_FID = 2000
 
 
-@dataclass(frozen=True)
-class _Figure:
-    title: str
-    data: str
-    meaning: str
+def write_report(run: Run, *, worst: int = 8, typical: int = 4) -> Path:
+    """Writes `report.html` and its plots as PNGs into the folder of a finished run.
+
+    Args:
+        worst: how many of the images that merging changed most to show.
+        typical: how many from the middle.
+    """
+    for name, value in (("worst", worst), ("typical", typical)):
+        if value < 0:
+            raise ValueError(f"{name}={value}: must be at least 0")
+    need("jinja2", "matplotlib")
+    definition = run.load()
+    results, images, scoring = read_results(run)
+    metric = closeness({name for row in images for name in row})
+    gallery = _Gallery(run, results, images, metric)
+    page = _template().render(
+        definition=definition,
+        options={**definition.model, **asdict(definition.sampling), "batch": definition.batch},
+        demo=definition.model.get("model") == DEMO_MODEL,
+        scoring=scoring,
+        figures=_figures(run, results, images, metric),
+        cards=_cards(results, metric),
+        baseline=next(r for r in results if r.variant.kind == UNMERGED.kind),
+        methods=methods_of(results),
+        metrics=metrics_in(results),
+        memory=_memory,
+        time_factor=_time_factor,
+        memory_factor=_memory_factor,
+        worst=gallery.cases(gallery.ranked[:worst]),
+        typical=gallery.cases(gallery.middle(worst, typical)),
+        ranked_by=metric,
+        settings=_settings(results),
+        flagged=sum(result.flagged for result in results),
+    )
+    path = run.path / "report.html"
+    write_text(path, page)
+    return path
 
 
 @dataclass(frozen=True)
@@ -52,61 +82,24 @@ class _Case:
     """The unmerged one first."""
 
 
-def write_report(run: Run, *, worst: int = 8, typical: int = 4) -> Path:
-    """Writes `report.html` and its plots as PNGs into the folder of a finished run.
-
-    Args:
-        worst: how many of the images that merging changed most to show.
-        typical: how many from the middle.
-    """
-    for name, value in (("worst", worst), ("typical", typical)):
-        if value < 0:
-            raise ValueError(f"{name}={value}: must be at least 0")
-    need("jinja2", "matplotlib")
-    definition = run.load()
-    results, images, scoring = read_results(run)
-    gallery = _Gallery(run, results, images)
-    page = _template().render(
-        definition=definition,
-        options={**definition.model, **asdict(definition.sampling), "batch": definition.batch},
-        demo=definition.model.get("model") == DEMO_MODEL,
-        few=len(definition.items) < _FEW_FOR_FID,
-        scoring=scoring,
-        figures=_figures(run, results, images),
-        cards=_cards(results),
-        baseline=next(r for r in results if r.variant.kind == "unmerged"),
-        methods=methods_of(results),
-        columns=present(results),
-        memory=_memory,
-        time_factor=_time_factor,
-        memory_factor=_memory_factor,
-        worst=gallery.cases(gallery.ranked[:worst]),
-        typical=gallery.cases(gallery.middle(worst, typical)),
-        ranked_by=gallery.column,
-        settings=_settings(results),
-        flagged=sum(result.flagged for result in results),
-    )
-    path = run.path / "report.html"
-    write_text(path, page)
-    return path
-
-
 class _Gallery:
     """Pictures, those that merging changed most first."""
 
-    def __init__(self, run: Run, results: Sequence[Result], images: Sequence[Record]) -> None:
-        self.run = run
-        self.labels = labels_of(results)
+    def __init__(
+        self, run: Run, results: Sequence[Result], images: Sequence[Record], metric: QualityMetric
+    ) -> None:
+        self.run, self.metric, self.labels = run, metric, labels_of(results)
         self.variants = [result.variant for result in results]
         self.scores = {(row["variant"], row["index"]): row for row in images}
-        merged = [row for row in images if row["variant"] != UNMERGED.name]
-        self.column = _closeness(images)
-        sign = 1 if self.column.better == "less" else -1
-        self.badness: dict[int, float] = {}
-        for row in merged:
-            bad = sign * row[self.column.key]
-            self.badness[row["index"]] = max(bad, self.badness.get(row["index"], -np.inf))
-        self.ranked = sorted(self.badness, key=lambda index: -self.badness[index])
+        by_index: dict[int, list[float]] = {}
+        for row in images:
+            if row["variant"] != UNMERGED.name:
+                by_index.setdefault(row["index"], []).append(row[metric.name])
+        self.worst = {
+            index: max(values, key=lambda value: metric.sign * value)
+            for index, values in by_index.items()
+        }
+        self.ranked = sorted(self.worst, key=lambda index: -metric.sign * self.worst[index])
 
     def middle(self, after: int, count: int) -> list[int]:
         """Around the median, without the first `after`."""
@@ -120,74 +113,65 @@ class _Gallery:
         row = self.scores[UNMERGED.name, index]
         pictures = []
         for variant in self.variants:
-            value = self.scores[variant.name, index].get(self.column.key)
-            score = "" if value is None else f"{self.column.title} {self.column.words(value)}"
-            path = self.run.image_path(variant, index)
-            pictures.append(_Picture(self.labels[variant.name], score, _embedded(path)))
-        worst = self.column.words(abs(self.badness[index]))
+            value = self.scores[variant.name, index].get(self.metric.name)
+            score = "" if value is None else f"{self.metric.title} {self.metric.show(value)}"
+            data = _embedded(self.run.image_path(variant, index))
+            pictures.append(_Picture(self.labels[variant.name], score, data))
+        worst = self.metric.show(self.worst[index])
         return _Case(index, row["prompt"], row["seed"], worst, pictures)
 
 
-def _closeness(images: Sequence[Record]) -> Column:
-    """What tells how far single images are from the unmerged ones: LPIPS if it was measured."""
-    key = "lpips" if any("lpips" in row for row in images) else "psnr"
-    return next(column for column in QUALITY if column.key == key)
+def _figures(
+    run: Run, results: Sequence[Result], images: Sequence[Record], single: QualityMetric
+) -> list[dict[str, str]]:
+    """Drawn, written next to the page, and embedded.
 
-
-def _figures(run: Run, results: Sequence[Result], images: Sequence[Record]) -> list[_Figure]:
-    """Drawn, written next to the page, and embedded."""
-    drawn = []
-    for column in present(results):
-        picture = draw_pareto(results, column)
-        if picture is not None:
-            title = f"{column.title} against speed-up"
-            drawn.append((f"{column.key}_speedup.png", title, picture, column.meaning))
+    Args:
+        single: the metric to show the spread of over single images.
+    """
+    drawn: list[tuple[str, str, bytes | None, str]] = []
+    for metric in metrics_in(results):
+        title = f"{metric.title} against speed-up"
+        picture = draw_pareto(results, metric)
+        drawn.append((f"{metric.name}_speedup.png", title, picture, metric.meaning))
     labels = labels_of(results)
-    column = _closeness(images)
-    values = _by_variant(images, column, labels)
-    if (picture := draw_spread(values, column)) is not None:
-        meaning = "boxes hold half of the images, whiskers reach over 90 % of them"
-        title = f"{column.title} of single images"
-        drawn.append((f"{column.key}_spread.png", title, picture, meaning))
+    values: dict[str, list[float]] = {}
+    for row in images:
+        if single.name in row:
+            values.setdefault(labels[row["variant"]], []).append(row[single.name])
+    meaning = "boxes hold half of the images, whiskers reach over 90 % of them"
+    title = f"{single.title} of single images"
+    drawn.append((f"{single.name}_spread.png", title, draw_spread(values, single), meaning))
     figures = []
-    for name, title, picture, meaning in drawn:
-        path = run.path / "figures" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(picture)
-        figures.append(_Figure(title, _data(picture, "png"), meaning))
+    for name, title, content, meaning in drawn:
+        if content is not None:
+            with whole_file(run.path / "figures" / name) as part:
+                part.write_bytes(content)
+            figures.append({"title": title, "data": _data(content, "png"), "meaning": meaning})
     return figures
 
 
-def _by_variant(
-    images: Sequence[Record], column: Column, labels: Mapping[str, str]
-) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = {}
-    for row in images:
-        if column.key in row:
-            values.setdefault(labels[row["variant"]], []).append(row[column.key])
-    return values
-
-
-def _cards(results: Sequence[Result]) -> list[tuple[str, str, str]]:
+def _cards(results: Sequence[Result], metric: QualityMetric) -> list[tuple[str, str, str]]:
     """The ends of the trade, in a few words: name, number, what goes with it."""
-    merged = [r for r in results if r.variant.kind == "merged" and r.speedup is not None]
-    column = next((c for c in present(merged) if c.key in ("lpips", "psnr")), None)
-    if not merged or column is None:
+    speed = {
+        result.variant.name: result.speedup.value
+        for result in results
+        if result.variant.kind == "merged"
+        and result.speedup is not None
+        and metric.name in result.metrics
+    }
+    merged = [result for result in results if result.variant.name in speed]
+    if not merged:
         return []
-    sign = 1 if column.better == "less" else -1
     labels = labels_of(results)
 
-    def quality(result: Result) -> float:
-        estimate = column.of(result)
-        return np.inf if estimate is None else sign * estimate.value
-
     def card(name: str, result: Result) -> tuple[str, str, str]:
-        assert result.speedup is not None
-        words = f"{labels[result.variant.name]}: {column.title} {column.value(result)}"
-        return name, f"{result.speedup.value:.2f}x", words
+        label = labels[result.variant.name]
+        words = f"{label}: {metric.title} {metric.value(result.metrics)}"
+        return name, f"{speed[result.variant.name]:.2f}x", words
 
-    fastest = max(merged, key=lambda r: r.speedup.value if r.speedup else 0)
-    closest = min(merged, key=quality)
+    fastest = max(merged, key=lambda r: speed[r.variant.name])
+    closest = min(merged, key=lambda r: metric.sign * r.metrics[metric.name].value)
     if fastest is closest:
         return [card("fastest, and closest to unmerged", fastest)]
     return [card("fastest", fastest), card("closest to unmerged", closest)]
@@ -226,19 +210,14 @@ def _settings(results: Sequence[Result]) -> list[tuple[str, str]]:
     labels = labels_of(results)
     rows = []
     for result in results:
-        given = result.variant.settings.items()
-        words = ", ".join(f"{name}={value!r}" for name, value in given)
+        words = ", ".join(f"{name}={value!r}" for name, value in result.variant.settings.items())
         rows.append((labels[result.variant.name], words or "no merging"))
     return rows
 
 
 def _embedded(path: Path) -> str:
     """A picture as data for a page. The original stays in the folder of the run."""
-    try:
-        with Image.open(path) as image:
-            picture = image.convert("RGB")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+    picture = open_image(path)
     picture.thumbnail((_EMBEDDED_SIDE, _EMBEDDED_SIDE), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     picture.save(buffer, format="WEBP", quality=90, method=4)

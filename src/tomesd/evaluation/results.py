@@ -1,32 +1,21 @@
 """From the scores of images to the rows of a table."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 import torch
 
-from .metrics import (
-    CONFIDENCE,
-    FID_RESAMPLES,
-    RESAMPLES,
-    Array,
-    Estimate,
-    fid_estimate,
-    kid_estimate,
-    mean_estimate,
-    speedup_estimate,
-)
-from .progress import Progress
-from .runs import Definition, Run, read_json_lines, write_json_lines, write_text
-from .scoring import Arrays, Reference, read_scores, wanted_keys
+from ..files import json_lines, read_json_lines, write_text
+from ..generation.progress import OnProgress
+from .distances import FID_RESAMPLES
+from .estimates import CONFIDENCE, RESAMPLES, Array, Estimate, mean_estimate, speedup_estimate
+from .metrics import METRICS, QualityMetric
+from .runs import Definition, Record, Run, package_versions
+from .scoring import Arrays, ImageSet, Judges, Reference, read_scores
 from .variants import UNMERGED, Variant
-
-__all__ = ["Result", "read_results", "write_results"]
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,7 @@ class Result:
     flagged: int
     """Images that the model's safety checker has blacked out."""
     metrics: dict[str, Estimate]
-    """psnr, ssim, lpips, clip; fid and kid to the reference; fid_unmerged and kid_unmerged."""
+    """By the names of `METRICS`."""
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> "Result":
@@ -57,74 +46,63 @@ class Result:
 
 def read_results(run: Run) -> tuple[list[Result], list[Record], dict[str, Any]]:
     """The rows, the images, and what they were scored with."""
-    rows = [Result.from_json(row) for row in read_json_lines(run.path / "results.jsonl")]
-    images = read_json_lines(run.path / "images.jsonl")
-    about = json.loads((run.path / "scoring.json").read_text(encoding="utf-8"))
-    return rows, images, about
+    names = ("results.jsonl", "images.jsonl", "scoring.json")
+    for name in names:
+        if not (run.path / name).is_file():
+            raise ValueError(f"there is no {name} in {run.path}: has tomesd eval finished?")
+    rows, images, about = (run.path / name for name in names)
+    results = [Result.from_json(row) for row in read_json_lines(rows)]
+    return results, read_json_lines(images), json.loads(about.read_text(encoding="utf-8"))
 
 
 def write_results(
     run: Run,
     definition: Definition,
-    keys: dict[str, str],
+    judges: Judges,
     reference: Reference | None,
-    progress: Progress,
-    device: torch.device | str = "cpu",
+    on_progress: OnProgress,
 ) -> list[Result]:
-    """Makes the table of a run whose images are all made and scored. Needs no network.
-
-    Args:
-        keys: as `Judges` has them.
-        device: where FID and KID are worked out.
-    """
+    """Makes the table of a run whose images are all made and scored. Calls no network."""
     records = run.records()
     base_times = _times(records, UNMERGED, definition.batch)
-    real = unmerged = None
-    if "features" in keys:
-        features = {"features": keys["features"]}
-        if reference is not None:
-            stored = read_scores(run, reference.name, len(reference.files), features)
-            real = torch.from_numpy(stored["features"]).to(device)
-        stored = read_scores(run, UNMERGED.name, len(definition.items), features)
-        unmerged = torch.from_numpy(stored["features"]).to(device)
-    rows, images = [], []
-    progress.start(len(definition.variants))
+    unmerged = ImageSet.of_variant(run, definition, UNMERGED, judges)
+    compared_with = {"unmerged": read_scores(run, unmerged, judges)}
+    if reference is not None:
+        images = ImageSet.of_reference(reference, judges)
+        compared_with["reference"] = read_scores(run, images, judges)
+    rows, image_rows = [], []
     for number, variant in enumerate(definition.variants):
-        progress.update(f"intervals of {variant.name}", number)
-        wanted = wanted_keys(keys, variant)
-        scores = read_scores(run, variant.name, len(definition.items), wanted)
-        of_variant = {i: r for (name, i), r in records.items() if name == variant.name}
-        metrics = _metrics(variant, scores, unmerged, real)
+        on_progress(f"intervals of {variant.name}", number, len(definition.variants))
+        scores = read_scores(run, ImageSet.of_variant(run, definition, variant, judges), judges)
+        others = dict(compared_with)
+        if variant.kind == UNMERGED.kind:
+            del others["unmerged"]  # no set is compared with itself
+        metrics = _metrics(judges, scores, others)
         times = _times(records, variant, definition.batch)
+        of_variant = {i: r for (name, i), r in records.items() if name == variant.name}
         rows.append(_result(variant, definition, metrics, of_variant, times, base_times))
-        images += _image_rows(variant, definition, scores, of_variant)
-    write_json_lines(run.path / "images.jsonl", images)
-    write_text(run.path / "scoring.json", json.dumps(_about(keys, reference), indent=1) + "\n")
-    write_json_lines(run.path / "results.jsonl", [asdict(row) for row in rows])
+        image_rows += _image_rows(variant, definition, scores, of_variant)
+    write_text(run.path / "images.jsonl", json_lines(image_rows))
+    write_text(run.path / "scoring.json", json.dumps(_about(judges, reference), indent=1) + "\n")
+    write_text(run.path / "results.jsonl", json_lines(asdict(row) for row in rows))
     return rows
 
 
-def _metrics(
-    variant: Variant,
-    scores: Arrays,
-    unmerged: torch.Tensor | None,
-    real: torch.Tensor | None,
-) -> dict[str, Estimate]:
-    metrics: dict[str, Estimate] = {
-        name: mean_estimate(scores[name])
-        for name in ("psnr", "ssim", "lpips", "clip")
-        if name in scores
-    }
-    if unmerged is None or len(unmerged) < 2:
-        return metrics
-    features = torch.from_numpy(scores["features"]).to(unmerged.device)
-    if real is not None:
-        metrics["fid"] = fid_estimate(features, real)
-        metrics["kid"] = kid_estimate(features, real)
-    if variant.kind != "unmerged":
-        metrics["fid_unmerged"] = fid_estimate(features, unmerged, paired=True)
-        metrics["kid_unmerged"] = kid_estimate(features, unmerged, paired=True)
-    return metrics
+def _metrics(judges: Judges, scores: Arrays, others: Mapping[str, Arrays]) -> dict[str, Estimate]:
+    found: dict[str, Estimate] = {}
+    for metric in judges.metrics:
+        if metric.array not in scores:
+            continue
+        values = scores[metric.array]
+        if metric.distance is None:
+            found[metric.name] = mean_estimate(values)
+        elif metric.against in others and len(values) > 1:
+            one, other = (
+                torch.from_numpy(features).to(judges.device)
+                for features in (values, others[metric.against][metric.array])
+            )
+            found[metric.name] = metric.distance(one, other, paired=metric.against == "unmerged")
+    return found
 
 
 def _times(
@@ -148,15 +126,15 @@ def _result(
 ) -> Result:
     both = sorted(times.keys() & base_times.keys())
     speedup = None
-    if both and variant.kind != "unmerged":
+    if both and variant.kind != UNMERGED.kind:
         speedup = speedup_estimate(_array(base_times, both), _array(times, both))
     peaks = [record["peak_mib"] / record["images"] for record in records.values()]
     return Result(
         variant=variant,
         images=len(definition.items),
-        seconds=float(np.median(_array(times, sorted(times)))) if times else None,
+        seconds=float(np.median(list(times.values()))) if times else None,
         speedup=speedup,
-        peak_mib=max(peaks) if peaks else None,
+        peak_mib=max(peaks, default=None),
         flagged=sum(record["flagged"] for record in records.values()),
         metrics=metrics,
     )
@@ -179,19 +157,51 @@ def _image_rows(
     return rows
 
 
-def _about(keys: dict[str, str], reference: Reference | None) -> dict[str, Any]:
-    versions = {}
-    for name in ("numpy", "scipy", "torchmetrics", "pillow"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "none"
+def _about(judges: Judges, reference: Reference | None) -> dict[str, Any]:
+    about = None
+    if reference is not None:
+        about = {"name": reference.name, "images": len(reference.files)}
     return {
-        "networks": {name: keys[name] for name in ("features", "lpips", "clip") if name in keys},
-        "reference": None
-        if reference is None
-        else {"name": reference.name, "images": len(reference.files)},
+        "networks": {name: name + judges.tags[name] for name in judges.networks},
+        "reference": about,
         "confidence": CONFIDENCE,
         "resamples": {"means and KID": RESAMPLES, "FID": FID_RESAMPLES},
-        "versions": versions,
+        "versions": package_versions("numpy", "scipy", "torchmetrics", "pillow"),
     }
+
+
+def metrics_in(results: Sequence[Result]) -> list[QualityMetric]:
+    """The metrics that were measured."""
+    return [m for m in METRICS if any(m.name in result.metrics for result in results)]
+
+
+def methods_of(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Merged results by what they have in common but for the ratio, in order of the ratio."""
+    merged = [result for result in results if result.variant.kind != UNMERGED.kind]
+    methods: dict[str, list[Result]] = {}
+    for result in sorted(merged, key=lambda result: result.variant.ratio or 0):
+        methods.setdefault(_method(result.variant, merged), []).append(result)
+    return methods
+
+
+def labels_of(results: Sequence[Result]) -> dict[str, str]:
+    """Variant names to words for people."""
+    labels = {result.variant.name: "unmerged" for result in results}
+    methods = methods_of(results)
+    for method, rows in methods.items():
+        for result in rows:
+            ratio = f"{result.variant.percent} %"
+            labels[result.variant.name] = ratio if len(methods) == 1 else f"{ratio}, {method}"
+    return labels
+
+
+def _method(variant: Variant, merged: Sequence[Result]) -> str:
+    alike = [r.variant.settings for r in merged if r.variant.kind == variant.kind]
+    varied = [
+        f"{name} {value}"
+        for name, value in variant.settings.items()
+        if name != "ratio" and any(settings.get(name) != value for settings in alike)
+    ]
+    if varied and len({result.variant.kind for result in merged}) == 1:
+        return ", ".join(varied)
+    return ", ".join(["tomesd 0.1.3" if variant.kind == "original" else "tomesd", *varied])

@@ -9,29 +9,18 @@ images.jsonl, results.jsonl    per image and per variant, written at the end
 
 import json
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from ..files import append_json_line, read_json_lines, write_text
+from ..generation import Sampling
 from .prompts import Item
 from .variants import Variant
 
-__all__ = ["Definition", "Run", "Sampling", "Task", "write_text"]
-
 FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How images are made, whatever is merged."""
-
-    width: int
-    height: int
-    steps: int = 30
-    guidance: float = 5.0
-    negative_prompt: str = ""
-    scheduler: Literal["own", "ddim", "plms"] = "own"
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -104,7 +93,7 @@ class Run:
         if not self.definition_path.exists():
             if self.path.exists() and any(self.path.iterdir()):
                 raise ValueError(f"{self.path} is not empty, and not the folder of an evaluation")
-            write_text(self.definition_path, json.dumps(wanted.to_json(), indent=1) + "\n")
+            self._write(wanted)
             return wanted
         before = self.load()
         _refuse_changes(self.path, before, wanted)
@@ -117,8 +106,11 @@ class Run:
             )
         if added:
             before = replace(before, variants=(*before.variants, *added))
-            write_text(self.definition_path, json.dumps(before.to_json(), indent=1) + "\n")
+            self._write(before)
         return before
+
+    def _write(self, definition: Definition) -> None:
+        write_text(self.definition_path, json.dumps(definition.to_json(), indent=1) + "\n")
 
     def image_path(self, variant: Variant, index: int) -> Path:
         return self.path / "images" / variant.name / f"{index:05d}.png"
@@ -126,7 +118,7 @@ class Run:
     def missing(self, definition: Definition) -> list[Task]:
         """What is left to do: batch by batch, all variants of one before the next."""
         there = {
-            variant.name: _indices(self.path / "images" / variant.name, ".png")
+            variant.name: _image_numbers(self.path / "images" / variant.name)
             for variant in definition.variants
         }
         tasks = []
@@ -137,26 +129,14 @@ class Run:
                     tasks.append(Task(number, place, gaps))
         return tasks
 
-    def add_record(self, rank: int, record: dict[str, Any]) -> None:
-        """Appends a line."""
-        path = self.path / "records" / f"process-{rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    def add_record(self, rank: int, record: Record) -> None:
+        append_json_line(self.path / "records" / f"process-{rank}.jsonl", record)
 
-    def end_broken_lines(self) -> None:
-        """After a crash in the middle of a line, the next one must not be added to its half."""
-        for path in sorted((self.path / "records").glob("process-*.jsonl")):
-            content = path.read_bytes()
-            if content and not content.endswith(b"\n"):
-                with path.open("ab") as file:
-                    file.write(b"\n")
-
-    def records(self) -> dict[tuple[str, int], dict[str, Any]]:
+    def records(self) -> dict[tuple[str, int], Record]:
         """By variant and index. An image that a crash left without a line has none here."""
         found = {}
         for path in sorted((self.path / "records").glob("process-*.jsonl")):
-            for record in _json_lines(path):
+            for record in read_json_lines(path):
                 found[record["variant"], record["index"]] = record
         return found
 
@@ -188,35 +168,20 @@ def _refuse(path: Path, name: str, was: Any, now: Any) -> None:
         )
 
 
-def write_text(path: Path, text: str) -> None:
-    """In one go: an interruption leaves the old file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
-
-
-def write_json_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError(f"there is no {path.name} in {path.parent}: has tomesd eval finished?")
-    return list(_json_lines(path))
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
+def package_versions(*packages: str) -> dict[str, str]:
+    """Versions of packages; "none" for those that are not installed."""
+    found = {}
+    for name in packages:
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the half line of a crash
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
 
 
-def _indices(folder: Path, suffix: str) -> set[int]:
-    """The numbers that the files in a folder are named by."""
+def _image_numbers(folder: Path) -> set[int]:
+    """The numbers that the images in a folder are named by."""
     if not folder.is_dir():
         return set()
     names = (Path(name) for name in os.listdir(folder))
-    return {int(n.stem) for n in names if n.suffix == suffix and n.stem.isdigit()}
+    return {int(n.stem) for n in names if n.suffix == ".png" and n.stem.isdigit()}

@@ -5,8 +5,7 @@ reports and resumed runs need no network.
 """
 
 import hashlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +16,13 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from .clip import ClipScore
-from .metrics import paired_scores
-from .networks import Inception, Lpips
+from ..files import whole_file
+from ..generation.progress import OnProgress
+from .metrics import METRICS, Pictures, QualityMetric, to_array, to_pixels
+from .networks import ClipScore, Inception, Lpips, sha256
 from .processes import Processes
-from .progress import Progress
-from .prompts import Item
 from .runs import Definition, Run
 from .variants import UNMERGED, Variant
-
-__all__ = [
-    "Judges",
-    "Reference",
-    "read_scores",
-    "score_images",
-    "score_reference",
-    "wanted_keys",
-]
 
 BLOCK = 64
 """Images in one file."""
@@ -45,17 +34,13 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Judges:
-    """The networks that score images; None leaves their metrics out.
-
-    Made by `load`, which names each after its weights: scores of different networks never mix.
-    """
+    """The networks that score images. Those that are not there leave their metrics out."""
 
     device: torch.device
-    inception: Inception | None
-    lpips: Lpips | None
-    clip: ClipScore | None
-    keys: dict[str, str]
-    """Metric to what its array is called in the files."""
+    networks: dict[str, Any]
+    """By the names that metrics ask for them by."""
+    tags: dict[str, str]
+    """What tells the weights of each network apart: scores of different ones never mix."""
 
     @classmethod
     def load(
@@ -75,26 +60,27 @@ class Judges:
             clip: folder of a CLIP model.
         """
         place = torch.device(device)
-        keys = {"psnr": "psnr", "ssim": "ssim"}
-        network = judge = text = None
+        networks: dict[str, Any] = {}
+        tags: dict[str, str] = {}
         if inception:
             path = inception if isinstance(inception, Path) else None
-            network = Inception(path).to(place)
-            keys["features"] = "features" if path is None else f"features-{_digest(path)}"
+            networks["inception"] = Inception(path).to(place)
+            tags["inception"] = "" if path is None else _tag(path)
         if lpips is not None:
-            judge = Lpips(lpips, lpips_weights).to(place)  # type: ignore[arg-type]
-            given = "" if lpips_weights is None else f"-{_digest(lpips_weights)}"
-            keys["lpips"] = f"lpips-{lpips}{given}"
+            networks["lpips"] = Lpips(lpips, lpips_weights).to(place)  # type: ignore[arg-type]
+            tags["lpips"] = f"-{lpips}" + ("" if lpips_weights is None else _tag(lpips_weights))
         if clip is not None:
-            text = ClipScore(clip, place)
-            keys["clip"] = f"clip-{_digest(*sorted(clip.glob('*.safetensors')))}"
-        return cls(place, network, judge, text, keys)
+            networks["clip"] = ClipScore(clip, place)
+            tags["clip"] = _tag(*sorted(clip.glob("*.safetensors")))
+        return cls(place, networks, tags)
+
+    @property
+    def metrics(self) -> list[QualityMetric]:
+        return [m for m in METRICS if m.network is None or m.network in self.networks]
 
 
-def wanted_keys(keys: dict[str, str], variant: Variant) -> dict[str, str]:
-    """Those of the scores that images of a variant have: the unmerged ones are no pairs."""
-    paired = ("psnr", "ssim", "lpips")
-    return {m: key for m, key in keys.items() if variant.kind != "unmerged" or m not in paired}
+def _tag(*paths: Path) -> str:
+    return f"-{sha256(*paths)[:12]}"
 
 
 @dataclass(frozen=True)
@@ -120,149 +106,133 @@ class Reference:
         return cls(tuple(files), f"reference-{digest}")
 
 
-def score_images(
+@dataclass(frozen=True)
+class ImageSet:
+    """The images of a variant or of a reference, and the metrics that need their scores."""
+
+    name: str
+    files: Sequence[Path]
+    metrics: Sequence[QualityMetric]
+    prompts: Sequence[str] = ()
+    unmerged: Sequence[Path] = ()
+    at_once: int = _AT_ONCE
+
+    @classmethod
+    def of_variant(
+        cls, run: Run, definition: Definition, variant: Variant, judges: Judges
+    ) -> "ImageSet":
+        """Unmerged images are not compared with themselves."""
+        is_merged = variant.kind != UNMERGED.kind
+        paths = [
+            [run.image_path(v, i.index) for i in definition.items] for v in (variant, UNMERGED)
+        ]
+        prompts = [item.prompt for item in definition.items]
+        metrics = [metric for metric in judges.metrics if is_merged or not metric.of_pairs]
+        return cls(variant.name, paths[0], metrics, prompts, paths[1] if is_merged else ())
+
+    @classmethod
+    def of_reference(cls, reference: Reference, judges: Judges) -> "ImageSet":
+        """Scored one by one, for its images may differ in size."""
+        metrics = [metric for metric in judges.metrics if metric.distance is not None]
+        return cls(reference.name, reference.files, metrics, at_once=1)
+
+    def keys(self, judges: Judges) -> dict[str, str]:
+        """The arrays that are wanted, by their names in files."""
+        return {m.array + judges.tags.get(m.network or "", ""): m.array for m in self.metrics}
+
+    def load(self, start: int, stop: int, device: torch.device) -> Pictures:
+        pixels = to_pixels(_open_all(self.files[start:stop]), device)
+        unmerged = None
+        if self.unmerged:
+            unmerged = to_pixels(_open_all(self.unmerged[start:stop]), device)
+        return Pictures(pixels, unmerged, self.prompts[start:stop])
+
+
+def score(
     run: Run,
-    definition: Definition,
+    sets: Sequence[ImageSet],
     judges: Judges,
     processes: Processes,
-    progress: Progress,
+    on_progress: OnProgress,
 ) -> None:
     """Scores what has not been scored with these judges; every process its share."""
     blocks = [
-        (place, start)
-        for place, variant in enumerate(definition.variants)
-        for start in range(0, len(definition.items), BLOCK)
-        if processes.is_main
-        and _lacking(_score_path(run, variant.name, start), wanted_keys(judges.keys, variant))
+        (number, start)
+        for number, images in enumerate(sets)
+        for start in range(0, len(images.files), BLOCK)
+        if processes.is_main and _lacking(_score_path(run, images.name, start), images.keys(judges))
     ]
     blocks = processes.from_main(blocks)[processes.rank :: processes.count]
-    progress.start(sum(len(definition.items[start : start + BLOCK]) for _, start in blocks))
+    total = sum(len(sets[number].files[start : start + BLOCK]) for number, start in blocks)
     done = 0
-    for place, start in blocks:
-        variant, items = definition.variants[place], definition.items[start : start + BLOCK]
-        path = _score_path(run, variant.name, start)
-        lacking = _lacking(path, wanted_keys(judges.keys, variant))
+    for number, start in blocks:
+        images = sets[number]
+        path = _score_path(run, images.name, start)
+        lacking = _lacking(path, images.keys(judges))
+        stop = min(start + BLOCK, len(images.files))
         parts = []
-        for few in _pieces(items):
-            progress.update(f"scoring {variant.name}", done)
-            parts.append(_score(run, variant, few, judges, lacking))
-            done += len(few)
+        for first in range(start, stop, images.at_once):
+            on_progress(f"scoring {images.name}", done, total)
+            pictures = images.load(first, min(first + images.at_once, stop), judges.device)
+            parts.append(_scores(pictures, images.metrics, judges, lacking))
+            done += len(pictures.pixels)
         _add_arrays(path, _joined(parts))
 
 
-def score_reference(
-    run: Run,
-    reference: Reference,
-    judges: Judges,
-    processes: Processes,
-    progress: Progress,
-) -> None:
-    """Stores the features of a reference folder beside those of the run's images."""
-    assert judges.inception is not None
-    wanted = {"features": judges.keys["features"]}
-    starts = [
-        start
-        for start in range(0, len(reference.files), BLOCK)
-        if processes.is_main and _lacking(_score_path(run, reference.name, start), wanted)
-    ]
-    starts = processes.from_main(starts)[processes.rank :: processes.count]
-    progress.start(sum(len(reference.files[start : start + BLOCK]) for start in starts))
-    done = 0
-    for start in starts:
-        features = []
-        for file in reference.files[start : start + BLOCK]:
-            # One by one, for they may differ in size.
-            pixels = _pixels([_open(file)], judges.device)
-            features.append(judges.inception(pixels).cpu().numpy())
-            done += 1
-            progress.update("scoring the reference", done)
-        _add_arrays(
-            _score_path(run, reference.name, start), {wanted["features"]: np.concatenate(features)}
-        )
-
-
-def read_scores(run: Run, name: str, count: int, keys: dict[str, str]) -> Arrays:
-    """Metric to `[count, ...]`, of a variant or a reference."""
-    if not keys:
+def read_scores(run: Run, images: ImageSet, judges: Judges) -> Arrays:
+    """Arrays of all images, `[n, ...]`, by the names that metrics have for them."""
+    if not images.metrics:
         return {}
     parts = []
-    for start in range(0, count, BLOCK):
-        with np.load(_score_path(run, name, start)) as stored:
-            parts.append({metric: stored[key] for metric, key in keys.items()})
+    for start in range(0, len(images.files), BLOCK):
+        with np.load(_score_path(run, images.name, start)) as stored:
+            parts.append({array: stored[key] for key, array in images.keys(judges).items()})
     return _joined(parts)
 
 
-def _score(
-    run: Run, variant: Variant, items: Sequence[Item], judges: Judges, lacking: dict[str, str]
+def _scores(
+    pictures: Pictures, metrics: Sequence[QualityMetric], judges: Judges, lacking: dict[str, str]
 ) -> Arrays:
-    images = _open_all([run.image_path(variant, item.index) for item in items])
-    pixels = _pixels(images, judges.device)
-    scores: Arrays = {}
-    if "psnr" in lacking or "lpips" in lacking:
-        base = _open_all([run.image_path(UNMERGED, item.index) for item in items])
-        lpips = judges.lpips if "lpips" in lacking else None
-        scores |= paired_scores(pixels, _pixels(base, judges.device), lpips)
-    if "features" in lacking:
-        assert judges.inception is not None
-        scores["features"] = judges.inception(pixels).cpu().numpy()
-    if "clip" in lacking:
-        assert judges.clip is not None
-        scores["clip"] = judges.clip(images, [item.prompt for item in items])
-    return {judges.keys[metric]: values for metric, values in scores.items()}
+    by_array = {metric.array: metric for metric in metrics}
+    scores = {}
+    for key, array in lacking.items():
+        metric = by_array[array]
+        network = None if metric.network is None else judges.networks[metric.network]
+        scores[key] = to_array(metric.score(pictures, network))
+    return scores
 
 
 def _score_path(run: Run, name: str, start: int) -> Path:
     return run.path / "scores" / name / f"{start:05d}.npz"
 
 
-def _lacking(path: Path, wanted: dict[str, str]) -> dict[str, str]:
+def _lacking(path: Path, keys: dict[str, str]) -> dict[str, str]:
     if not path.is_file():
-        return wanted
+        return keys
     with np.load(path) as stored:
-        return {metric: key for metric, key in wanted.items() if key not in stored}
+        return {key: array for key, array in keys.items() if key not in stored}
 
 
 def _add_arrays(path: Path, arrays: Arrays) -> None:
-    """Adds to what the file has, in one go."""
+    """Adds to what the file has."""
     if path.is_file():
         with np.load(path) as stored:
             arrays = {**stored, **arrays}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
+    with whole_file(path) as part, part.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(part, path)
 
 
 def _joined(parts: Sequence[Arrays]) -> Arrays:
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def _pieces(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    for start in range(0, len(items), _AT_ONCE):
-        yield items[start : start + _AT_ONCE]
+def _open_all(paths: Sequence[Path]) -> list[Image.Image]:
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(open_image, paths))
 
 
-def _open(path: Path) -> Image.Image:
+def open_image(path: Path) -> Image.Image:
     try:
         return Image.open(path).convert("RGB")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
-
-
-def _open_all(paths: Sequence[Path]) -> list[Image.Image]:
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(_open, paths))
-
-
-def _pixels(images: Sequence[Image.Image], device: torch.device) -> torch.Tensor:
-    """`[B, 3, H, W]` of uint8."""
-    pixels = torch.stack([torch.from_numpy(np.array(image)) for image in images])
-    return pixels.permute(0, 3, 1, 2).to(device)
-
-
-def _digest(*paths: Path) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]

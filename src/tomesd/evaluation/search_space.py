@@ -6,13 +6,12 @@ from typing import Any
 
 import tomesd
 
+from ..generation import Sampling
 from ..presets import PRESETS
 from ..settings import DOWNSAMPLES
-from .runs import Sampling
-
-__all__ = ["Choice", "Options", "first_options", "levels_of", "search_space"]
 
 Options = dict[str, Any]
+_WHOLE_BLOCKS = ("block", "stack")
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,11 @@ class Choice:
         return self.values.index(min(numbers, key=lambda number: abs(number - value)))
 
 
+def _own_layers(options: Options) -> bool:
+    """Whether layers merge each on its own, which is the default."""
+    return options["target"] in (None, "attn")
+
+
 def search_space(levels: Sequence[int], fixed: Iterable[str] = ()) -> list[Choice]:
     """The options that are tried, but for those that stay as they are.
 
@@ -46,8 +50,8 @@ def search_space(levels: Sequence[int], fixed: Iterable[str] = ()) -> list[Choic
     space = (
         Choice("ratio", percents, ordered=True),
         Choice("target", ("attn", "kv", "block", "stack")),
-        Choice("merge_crossattn", (False, True), only_if=lambda o: o["target"] == "attn"),
-        Choice("merge_mlp", (False, True), only_if=lambda o: o["target"] == "attn"),
+        Choice("merge_crossattn", (False, True), only_if=_own_layers),
+        Choice("merge_mlp", (False, True), only_if=_own_layers),
         Choice("max_downsample", (None, *levels[1:]), ordered=True),
         Choice("selector", ("bipartite", "kmeans", "grid")),
         Choice(
@@ -58,7 +62,9 @@ def search_space(levels: Sequence[int], fixed: Iterable[str] = ()) -> list[Choic
         Choice("window", (None, 0, 4, 8, 16), only_if=lambda o: o["selector"] == "bipartite"),
         Choice("share", ("block", "level", "steps")),
         Choice("refresh", (2, 4, 8), ordered=True, only_if=lambda o: o["share"] == "steps"),
-        Choice("proportional", (False, True), only_if=lambda o: o["target"] in ("attn", "kv")),
+        Choice(
+            "proportional", (False, True), only_if=lambda o: o["target"] in (None, "attn", "kv")
+        ),
         Choice("schedule", (None, "linear")),
         Choice(
             "ratio_end",

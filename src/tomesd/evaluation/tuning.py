@@ -4,9 +4,11 @@ Optuna proposes settings; each is measured against no merging on the same few im
 best is measured once more on images that the search has not seen, and only then believed.
 """
 
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,27 +17,16 @@ import torch
 
 import tomesd
 
+from ..generation import Sampling, sample_batch
 from ..generation.loading import denoiser
+from ..generation.progress import OnProgress, silent
 from ..presets import changed
 from ..settings import MergeWarning, Settings
+from .estimates import speedup_estimate
 from .figures import pareto_front
-from .metrics import PSNR_CAP, paired_scores, speedup_estimate
-from .progress import Progress, Silent
+from .metrics import PSNR_CAP, paired_scores, to_pixels
 from .prompts import Item
-from .runs import Sampling
-from .sampling import sample_batch
 from .search_space import Choice, Options
-
-__all__ = [
-    "Budget",
-    "Log",
-    "Measure",
-    "Measurement",
-    "Scales",
-    "choose",
-    "front_of",
-    "search",
-]
 
 _ASKS_PER_TRIAL = 20
 """Proposals that are refused or known already cost no trial, but there has to be an end."""
@@ -58,6 +49,10 @@ class Measurement:
     @property
     def gains(self) -> bool:
         return self.merges and self.speedup > 1
+
+    def __str__(self) -> str:
+        lpips, psnr = f"LPIPS {self.lpips:.4f}", f"PSNR {self.psnr:.1f} dB"
+        return f"{self.speedup:.2f}x as fast, {lpips}, {psnr}"
 
 
 Measure = Callable[[Options], Measurement]
@@ -83,15 +78,15 @@ class Budget:
             raise ValueError(f"{kind}={limit:g}: must be more than {least}")
         return cls(kind, limit)  # type: ignore[arg-type]
 
+    def _distance(self, measured: Measurement) -> float:
+        """How far it is beyond the limit; the budget is kept up to 0."""
+        if self.kind == "max_lpips":
+            return measured.lpips - self.limit
+        return self.limit - (measured.psnr if self.kind == "min_psnr" else measured.speedup)
+
     def kept_by(self, measured: Measurement) -> bool:
         """Settings that are slower than no merging keep no budget."""
-        if not measured.gains:
-            return False
-        if self.kind == "max_lpips":
-            return measured.lpips <= self.limit
-        if self.kind == "min_psnr":
-            return measured.psnr >= self.limit
-        return measured.speedup >= self.limit
+        return measured.gains and self._distance(measured) <= 0
 
     def cost(self, measured: Measurement) -> tuple[float, float]:
         """Less is better, among those that keep it."""
@@ -100,20 +95,14 @@ class Budget:
 
     def nearest(self, seen: Iterable[Measurement]) -> Measurement | None:
         """The one that comes closest, of those that gain anything."""
-        distance: dict[str, Callable[[Measurement], float]] = {
-            "max_lpips": lambda measured: measured.lpips,
-            "min_psnr": lambda measured: -measured.psnr,
-            "speedup": lambda measured: -measured.speedup,
-        }
-        gaining = [measured for measured in seen if measured.gains]
-        return min(gaining, key=distance[self.kind], default=None)
+        return min((m for m in seen if m.gains), key=self._distance, default=None)
 
     def __str__(self) -> str:
         words = {"max_lpips": "LPIPS of at most", "min_psnr": "PSNR of at least"}
         return f"{words.get(self.kind, 'speed-up of at least')} {self.limit:g}"
 
 
-class Scales:
+class SideBySide:
     """Makes the same images with and without merging, in turn, and measures both.
 
     Args:
@@ -130,22 +119,18 @@ class Scales:
         lpips: Any,
         batch: int = 4,
         repeats: int = 3,
-        on_call: Callable[[float], None] | None = None,
+        on_call: Callable[[float], None] = lambda share: None,
     ) -> None:
-        for name, value in (("batch", batch), ("repeats", repeats)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
         self.pipe, self.sampling, self.lpips = pipe, sampling, lpips
         self.batches = [items[i : i + batch] for i in range(0, len(items), batch)]
-        self.images, self.repeats = len(items), repeats
-        self.on_call = on_call or (lambda share: None)
+        self.images, self.repeats, self.on_call = len(items), repeats, on_call
         self._unmerged: list[torch.Tensor] | None = None
 
     def measure(self, options: Mapping[str, Any]) -> Measurement:
         """Seconds are medians over the repeats; a speed-up is the ratio of two medians."""
         if self._unmerged is None:  # it is the warm-up too
             self._unmerged = [self._run(batch, None)[0] for batch in self.batches]
-        scores: dict[str, list[Any]] = {"lpips": [], "psnr": []}
+        scores: dict[str, list[float]] = {}
         calls, done = len(self.batches) * (1 + 2 * self.repeats), 0
         # The first images with new settings are slow: they are looked at, but not timed.
         for batch, unmerged in zip(self.batches, self._unmerged, strict=True):
@@ -155,12 +140,11 @@ class Scales:
             done += 1
             self.on_call(done / calls)
         seconds = np.zeros((2, self.repeats))
-        for repeat in range(self.repeats):
-            for batch in self.batches:
-                for row, setting in enumerate((None, options)):
-                    seconds[row, repeat] += self._run(batch, setting)[1]
-                    done += 1
-                    self.on_call(done / calls)
+        for repeat, batch in itertools.product(range(self.repeats), self.batches):
+            for row, setting in enumerate((None, options)):
+                seconds[row, repeat] += self._run(batch, setting)[1]
+                done += 1
+                self.on_call(done / calls)
         merges = bool(min(scores["psnr"]) < PSNR_CAP)
         return Measurement(
             dict(options),
@@ -174,16 +158,14 @@ class Scales:
 
     def _run(self, batch: Sequence[Item], options: Mapping[str, Any] | None) -> Any:
         """Pixels `[B, 3, H, W]` of uint8 and seconds; `None` merges nothing."""
+        merging = nullcontext() if options is None else tomesd.patched(self.pipe, **options)
+        prompts, seeds = [item.prompt for item in batch], [item.seed for item in batch]
         with warnings.catch_warnings():
             # One that says that nothing is merged is heard from the images.
             warnings.simplefilter("ignore", MergeWarning)
-            if options is None:
-                made = sample_batch(self.pipe, batch, self.sampling)
-            else:
-                with tomesd.patched(self.pipe, **options):
-                    made = sample_batch(self.pipe, batch, self.sampling)
-        pixels = torch.stack([torch.from_numpy(np.array(image)) for image in made.images])
-        return pixels.permute(0, 3, 1, 2).to(denoiser(self.pipe).device), made.seconds
+            with merging:
+                made = sample_batch(self.pipe, prompts, seeds, self.sampling)
+        return to_pixels(made.images, denoiser(self.pipe).device), made.seconds
 
 
 def search(
@@ -194,8 +176,8 @@ def search(
     fixed: Options | None = None,
     first: Sequence[Options] = (),
     seed: int = 0,
-    progress: Progress | None = None,
-    log: Log | None = None,
+    on_progress: OnProgress = silent,
+    log: Log = lambda line: None,
 ) -> list[Measurement]:
     """Measures `trials` different settings: `first`, then what a sampler makes of the results.
 
@@ -205,11 +187,9 @@ def search(
         fixed: options of every proposal.
         log: called with what is known of each trial.
     """
-    if trials < 1:
-        raise ValueError(f"trials={trials}: must be at least 1")
+    from optuna.trial import TrialState
+
     study = _study(space, first, seed)
-    progress, log = progress or Silent(), log or (lambda line: None)
-    progress.start(trials)
     seen: dict[str, Measurement] = {}
     refusal: ValueError | None = None
     try:
@@ -221,12 +201,12 @@ def search(
                 options = changed(Settings(**proposed))
                 key = json.dumps(options, sort_keys=True)
                 if key not in seen:
-                    progress.update(_words(options), len(seen))
+                    on_progress(_words(options), len(seen), trials)
                     seen[key] = measure(options)
                     log({"trial": len(seen), **vars(seen[key])})
             except ValueError as error:  # these do not go together, or not with this model
                 refusal = error
-                study.tell(trial, state=_failed())
+                study.tell(trial, state=TrialState.FAIL)
                 log({"refused": str(error), "options": proposed})
                 continue
             # The time is relative to that of no merging, which drifts the same way.
@@ -277,12 +257,6 @@ def _propose(trial: Any, space: Sequence[Choice], fixed: Options) -> Options:
     return proposed
 
 
-def _failed() -> Any:
-    from optuna.trial import TrialState
-
-    return TrialState.FAIL
-
-
 def _words(options: Options) -> str:
     return ", ".join(f"{name} {value}" for name, value in options.items()) or "defaults"
 
@@ -299,8 +273,8 @@ def choose(
     budget: Budget,
     measure: Measure,
     *,
-    progress: Progress | None = None,
-    log: Log | None = None,
+    on_progress: OnProgress = silent,
+    log: Log = lambda line: None,
 ) -> Measurement | None:
     """The best that keeps the budget also when measured again, with what was measured then.
 
@@ -308,10 +282,8 @@ def choose(
         measure: on images that the search has not seen. The best of many was lucky, too.
     """
     candidates = sorted((m for m in seen if budget.kept_by(m)), key=budget.cost)
-    progress, log = progress or Silent(), log or (lambda line: None)
-    progress.start(len(candidates))
     for number, candidate in enumerate(candidates):
-        progress.update(f"checking {_words(candidate.options)}", number)
+        on_progress(f"checking {_words(candidate.options)}", number, len(candidates))
         again = measure(candidate.options)
         kept = budget.kept_by(again)
         log({"check": number + 1, "kept": kept, **vars(again)})

@@ -16,11 +16,8 @@ import torch
 import tomesd
 
 from ..generation.loading import denoiser
-from ..generation.original import load_original
 from ..presets import numbered
 from ..settings import Settings
-
-__all__ = ["UNMERGED", "Variant", "load_original", "make_variants", "parse_vary", "patched_with"]
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,24 @@
 What the commands do, as functions. Needs the extra `cli`.
 """
 
-from .comparison import Comparison, Row, compare
+from .comparison import ImageComparison, RatioSummary, compare
 from .loading import LoadError, load_pipeline
 from .maps import MergeMap, draw_map, map_of_image, record_maps
-from .sampling import Sample, sample, save_image
+from .sampling import Sample, Sampling, sample, sample_batch, save_image
 
 __all__ = [
-    "Comparison",
+    "ImageComparison",
     "LoadError",
     "MergeMap",
-    "Row",
+    "RatioSummary",
     "Sample",
+    "Sampling",
     "compare",
     "draw_map",
     "load_pipeline",
     "map_of_image",
     "record_maps",
     "sample",
+    "sample_batch",
     "save_image",
 ]

@@ -1,6 +1,7 @@
 """The same images with and without merging, side by side, with what they cost."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,16 +18,15 @@ import tomesd
 from ..grids import cells_of, removable
 from ..settings import Settings
 from .maps import MergeMap, draw_map, record_maps
+from .progress import OnProgress, silent
 from .sampling import Sample, sample
-
-__all__ = ["Comparison", "Row", "compare", "label_grid"]
 
 _AMPLIFY = 4
 """How much the picture of differences is brightened."""
 
 
 @dataclass(frozen=True)
-class Row:
+class RatioSummary:
     """Means over the prompts for one ratio."""
 
     ratio: float
@@ -43,12 +43,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ImageComparison:
     prompts: tuple[str, ...]
     ratios: tuple[float, ...]
     images: tuple[tuple[Image.Image, ...], ...]
     """One row per prompt, one image per ratio."""
-    rows: tuple[Row, ...]
+    rows: tuple[RatioSummary, ...]
     maps: tuple[MergeMap, ...]
     """An early, a middle and a late step of the first prompt, at the ratio next to one half."""
 
@@ -77,85 +77,88 @@ def compare(
     ratios: Sequence[float] = (0.25, 0.5, 0.75),
     settings: Settings | None = None,
     *,
-    on_step: Callable[[str, int], None] | None = None,
+    steps: int = 30,
+    on_progress: OnProgress = silent,
     **options: Any,
-) -> Comparison:
+) -> ImageComparison:
     """Makes each prompt's image unmerged and at every ratio, from the same seed.
 
     Args:
         settings: everything but the ratio.
-        on_step: called with what is being made and the number of steps done.
         options: as in `sample`.
     """
     settings = settings or Settings()
     ratios = (0.0, *ratios)
+    total = len(prompts) * len(ratios) * steps
     # The first images of a process are slow, merged or not: their time would be no comparison.
     for ratio in (0.0, _middle(ratios)):
-        sample(pipe, prompts[0], replace(settings, ratio=ratio), **{**options, "steps": 1})
-    samples: list[list[Sample]] = []
+        sample(pipe, prompts[0], replace(settings, ratio=ratio), steps=1, **options)
+    samples: list[list[Sample]] = [[] for _ in prompts]
     maps: list[MergeMap] = []
-    for number, prompt in enumerate(prompts):
-        samples.append([])
-        for ratio in ratios:
-            step = None
-            if on_step is not None:
-                words = f"{'unmerged' if ratio == 0 else f'ratio {ratio:g}'}: {prompt}"
-                step = _named(on_step, words)
-            merge = replace(settings, ratio=ratio)
-            record = number == 0 and ratio == _middle(ratios)
-            made, seen = _sample(pipe, prompt, merge, record, on_step=step, **options)
-            samples[-1].append(made)
-            maps += seen
+    for number, (prompt, ratio) in enumerate(itertools.product(prompts, ratios)):
+        words = f"{'unmerged' if ratio == 0 else f'ratio {ratio:g}'}: {prompt}"
+
+        def on_step(done: int, words: str = words, before: int = number * steps) -> None:
+            on_progress(words, before + done, total)
+
+        made = {"steps": steps, "on_step": on_step, **options}
+        merge = replace(settings, ratio=ratio)
+        if not maps and ratio == _middle(ratios):
+            with tomesd.patched(pipe, **asdict(merge)), record_maps(pipe) as maps:
+                one = sample(pipe, prompt, **made)
+        else:
+            one = sample(pipe, prompt, merge, **made)
+        samples[number // len(ratios)].append(one)
+    rows = _summaries(pipe, settings, ratios, list(zip(*samples, strict=True)))
+    images = tuple(tuple(one.image for one in row) for row in samples)
+    return ImageComparison(tuple(prompts), ratios, images, rows, _three(maps))
+
+
+def _summaries(
+    pipe: Any, settings: Settings, ratios: Sequence[float], samples: Sequence[Sequence[Sample]]
+) -> tuple[RatioSummary, ...]:
+    """Of samples by ratio, the unmerged ones first."""
     width, height = samples[0][0].image.size
     h, w = tomesd.describe(pipe, height, width).parts[0].levels[0].grid
     cells = cells_of(settings, h, w)
-    by_ratio = [list(column) for column in zip(*samples, strict=True)]
-    rows = tuple(
-        _row(ratio, made, by_ratio[0], h * w - removable(settings, cells, ratio))
-        for ratio, made in zip(ratios, by_ratio, strict=True)
+    return tuple(
+        _summary(ratio, made, samples[0], h * w - removable(settings, cells, ratio))
+        for ratio, made in zip(ratios, samples, strict=True)
     )
-    images = tuple(tuple(made.image for made in row) for row in samples)
-    return Comparison(tuple(prompts), ratios, images, rows, tuple(_three(maps)))
 
 
-def _named(on_step: Callable[[str, int], None], words: str) -> Callable[[int], None]:
-    return lambda done: on_step(words, done)
-
-
-def _sample(
-    pipe: Any, prompt: str, merge: Settings, record: bool, **options: Any
-) -> tuple[Sample, list[MergeMap]]:
-    if not record:
-        return sample(pipe, prompt, merge, **options), []
-    with tomesd.patched(pipe, **asdict(merge)), record_maps(pipe) as maps:
-        made = sample(pipe, prompt, **options)
-    return made, [map for map in maps if map.layer == maps[0].layer]
-
-
-def _three(maps: list[MergeMap]) -> list[MergeMap]:
-    """An early, a middle and a late one."""
-    return [maps[round(share * (len(maps) - 1))] for share in (0.1, 0.5, 0.9)] if maps else []
+def _three(maps: list[MergeMap]) -> tuple[MergeMap, ...]:
+    """An early, a middle and a late one of the first layer."""
+    first = [map for map in maps if map.layer == maps[0].layer]
+    return tuple(first[round(share * (len(first) - 1))] for share in (0.1, 0.5, 0.9) if first)
 
 
 def _middle(ratios: Sequence[float]) -> float:
     return min(ratios, key=lambda ratio: abs(ratio - 0.5))
 
 
-def _row(ratio: float, made: list[Sample], base: list[Sample], tokens: int) -> Row:
+def _summary(
+    ratio: float, made: Sequence[Sample], base: Sequence[Sample], tokens: int
+) -> RatioSummary:
     pairs = [
         (_tensor(one.image), _tensor(other.image)) for one, other in zip(made, base, strict=True)
     ]
     psnr = ssim = None
     if any(not torch.equal(one, other) for one, other in pairs):
-        psnr = float(np.mean([peak_signal_noise_ratio(*p, data_range=1.0) for p in pairs]))
-        ssim = float(
-            np.mean([structural_similarity_index_measure(*p, data_range=1.0) for p in pairs])
+        psnr, ssim = (
+            float(np.mean([metric(*pair, data_range=1.0) for pair in pairs]))
+            for metric in (peak_signal_noise_ratio, structural_similarity_index_measure)
         )
-    seconds = float(np.mean([one.seconds for one in made]))
-    step_seconds = min(one.step_seconds for one in made)
-    # All need the same; what is recorded of one, and what the C library keeps, comes on top.
-    peak_mib = min(one.peak_mib for one in made)
-    return Row(ratio, seconds, step_seconds, peak_mib, tokens, psnr, ssim)
+    return RatioSummary(
+        ratio,
+        seconds=float(np.mean([one.seconds for one in made])),
+        step_seconds=min(one.step_seconds for one in made),
+        # All need the same; what is recorded of one, and what the C library keeps, comes on top.
+        peak_mib=min(one.peak_mib for one in made),
+        tokens=tokens,
+        psnr=psnr,
+        ssim=ssim,
+    )
 
 
 def _tensor(image: Image.Image) -> torch.Tensor:

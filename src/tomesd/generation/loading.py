@@ -7,14 +7,11 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["DEMO_MODEL", "Attention", "Dtype", "LoadError", "Offload", "load_pipeline"]
-
 DEMO_MODEL = "demo"
 """Name of the embedded model."""
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Offload = Literal["none", "model", "sequential"]
-Attention = str
 
 
 class LoadError(RuntimeError):
@@ -27,7 +24,7 @@ def load_pipeline(
     config: str | Path | None = None,
     device: str = "auto",
     dtype: Dtype = "auto",
-    attention: Attention = "default",
+    attention: str = "default",
     compile: bool = False,
     offload: Offload = "none",
 ) -> Any:
@@ -68,9 +65,14 @@ def load_pipeline(
 
 def denoiser(pipe: Any) -> Any:
     """The model that runs at every step."""
+    return getattr(pipe, denoiser_name(pipe))
+
+
+def denoiser_name(pipe: Any) -> str:
+    """What the pipeline calls the model that runs at every step."""
     for name in ("unet", "transformer"):
         if getattr(pipe, name, None) is not None:
-            return getattr(pipe, name)
+            return name
     raise LoadError(f"{type(pipe).__name__} has neither a unet nor a transformer")
 
 
@@ -83,7 +85,7 @@ def pick_device(device: str) -> torch.device:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
-        raise LoadError(f"device={device!r}: {_first_line(error)}") from error
+        raise LoadError(f"device={device!r}: {first_line(error)}") from error
     return place
 
 
@@ -127,7 +129,7 @@ def _load(model: str, config: Path | None, dtype: torch.dtype) -> Any:
         )
     except Exception as error:
         if local:
-            raise LoadError(f"could not load {model}: {_first_line(error)}") from error
+            raise LoadError(f"could not load {model}: {first_line(error)}") from error
         raise LoadError(
             f"could not get {model} from the hub: it is not in the local cache, and the hub did "
             f"not answer or does not have it ({type(error).__name__})"
@@ -193,7 +195,7 @@ def _single_file_problem(error: BaseException) -> str:
         return "it lacks weights that the configuration asks for"
     if type(error).__module__.startswith("huggingface_hub"):
         return "the hub did not answer; give a local folder as config to do without it"
-    return _first_line(error)
+    return first_line(error)
 
 
 def _demo_path() -> Path:
@@ -208,6 +210,8 @@ def _demo_path() -> Path:
 
 def set_attention(pipe: Any, attention: str) -> None:
     model = denoiser(pipe)
+    if denoiser_name(pipe) == "transformer":  # whose attention layers have processors of their own
+        attention = {"eager": "_native_math", "sdpa": "native"}.get(attention, attention)
     try:
         if attention in ("eager", "sdpa"):
             from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
@@ -219,9 +223,9 @@ def set_attention(pipe: Any, attention: str) -> None:
         elif attention != "default":
             model.set_attention_backend(attention)
     except Exception as error:
-        raise LoadError(f"attention={attention!r}: {_first_line(error)}") from error
+        raise LoadError(f"attention={attention!r}: {first_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

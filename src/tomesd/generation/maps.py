@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,6 @@ from ..roles import Block
 from ..settings import Settings
 from ..shared import Patch
 from .loading import denoiser
-
-__all__ = ["MergeMap", "draw_map", "map_of_image", "record_maps"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,13 @@ class MergeMap:
 
 
 @contextmanager
-def record_maps(model: Any, item: int = -1) -> Iterator[list[MergeMap]]:
+def record_maps(model: Any) -> Iterator[list[MergeMap]]:
     """Collects the map of every merged self-attention that runs inside the `with` block.
+
+    Of a batch, it is that of the last item, which is conditional under guidance.
 
     Args:
         model: as in `apply_patch`, and patched.
-        item: which item of the batch; the last one is conditional under guidance.
     """
     maps: list[MergeMap] = []
 
@@ -64,7 +63,7 @@ def record_maps(model: Any, item: int = -1) -> Iterator[list[MergeMap]]:
                     layer=name,
                     timestep=0.0 if time is None else float(time.flatten()[-1]),
                     downsample=frame.level,
-                    slot=plan.slot[item].reshape(h, w).cpu().numpy(),
+                    slot=plan.slot[-1].reshape(h, w).cpu().numpy(),
                 )
             )
 
@@ -86,7 +85,7 @@ def record_maps(model: Any, item: int = -1) -> Iterator[list[MergeMap]]:
 
 @torch.no_grad()
 def map_of_image(
-    pipe: Any, image: Image.Image, settings: Settings, *, prompt: str = "", noise: float = 0.3
+    pipe: Any, image: Image.Image, settings: Settings, *, noise: float = 0.3
 ) -> list[MergeMap]:
     """The maps of a given picture: it is noised to a share of the schedule, and denoised one step.
 
@@ -105,13 +104,13 @@ def map_of_image(
     generator = torch.Generator("cpu").manual_seed(settings.seed)
     drawn = torch.randn(latent.shape, generator=generator).to(latent)
     noisy = pipe.scheduler.add_noise(latent, drawn, timestep)
-    text, _ = pipe.encode_prompt(prompt, device, 1, False)
-    with tomesd.patched(pipe, **settings.__dict__), record_maps(pipe) as maps:
+    text, _ = pipe.encode_prompt("", device, 1, False)
+    with tomesd.patched(pipe, **asdict(settings)), record_maps(pipe) as maps:
         model(noisy, timestep, encoder_hidden_states=text)
     return maps
 
 
-def draw_map(map: MergeMap, image: Image.Image, *, scale: int | None = None) -> Image.Image:
+def draw_map(map: MergeMap, image: Image.Image) -> Image.Image:
     """The picture as its slots see it: each in the mean colour of its tokens, with its border.
 
     Tokens that stayed alone are drawn as they are, without a border; so what is flat and outlined
@@ -119,10 +118,9 @@ def draw_map(map: MergeMap, image: Image.Image, *, scale: int | None = None) -> 
 
     Args:
         image: the picture that the tokens belong to, of any size.
-        scale: pixels per token; as many as `image` has if None, but at least 6.
     """
     h, w = map.slot.shape
-    scale = max(6, image.width // w) if scale is None else scale
+    scale = max(6, image.width // w)  # pixels per token
     tokens = _token_colors(image, h, w)
     slot = map.slot.ravel()
     count = np.bincount(slot)

@@ -5,8 +5,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["load_original"]
-
 _MODULE = "tomesd_original"
 
 

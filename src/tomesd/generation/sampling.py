@@ -1,40 +1,77 @@
-"""Makes one image, and measures what it took."""
+"""Makes images with a pipeline, and measures what they took."""
 
-import ctypes
 import inspect
 import itertools
 import json
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import psutil
 import torch
 from PIL import Image, PngImagePlugin
 
 import tomesd
 
+from ..files import whole_file
 from ..settings import Settings
 from .loading import denoiser
-
-__all__ = ["Sample", "sample", "save_image"]
+from .memory import MemoryProbe
 
 METADATA_KEY = "tomesd"
+OnStep = Callable[[int], None]
+"""Called with the number of steps done."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    image: Image.Image
+class Sampling:
+    """How images are made, whatever is merged."""
+
+    width: int
+    height: int
+    steps: int = 30
+    guidance: float = 5.0
+    negative_prompt: str = ""
+    scheduler: Literal["own", "ddim", "plms"] = "own"
+
+    @classmethod
+    def of(cls, pipe: Any, size: tuple[int, int] | None = None, **options: Any) -> "Sampling":
+        """Checked against `pipe`, which gets the scheduler that is asked for.
+
+        Args:
+            size: width and height in pixels; the model's own if None.
+        """
+        sampling = cls(*_checked_size(pipe, size), **options)
+        if sampling.steps < 1:
+            raise ValueError(f"steps={sampling.steps}: must be at least 1")
+        set_scheduler(pipe, sampling.scheduler)
+        return sampling
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images that were made together."""
+
+    images: tuple[Image.Image, ...]
     seconds: float
     step_seconds: float
     """The fastest step: what a step takes when nothing else gets in its way."""
     peak_mib: float
     """Memory in use at the highest point, beyond what was in use before."""
+    flagged: tuple[bool, ...]
+    """Which ones the model's safety checker has blacked out."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image."""
+
+    image: Image.Image
+    seconds: float
+    step_seconds: float
+    peak_mib: float
     metadata: dict[str, Any]
     """All it takes to make the image again."""
 
@@ -44,73 +81,128 @@ def sample(
     prompt: str,
     settings: Settings | None = None,
     *,
-    negative_prompt: str = "",
-    steps: int = 30,
-    guidance: float = 5.0,
-    size: tuple[int, int] | None = None,
     seed: int = 0,
-    on_step: Callable[[int], None] | None = None,
+    size: tuple[int, int] | None = None,
+    on_step: OnStep | None = None,
+    **options: Any,
 ) -> Sample:
     """One image from `pipe`, merged as `settings` say; `None` leaves the pipeline as it is.
 
     Args:
         size: width and height in pixels; the model's own if None.
-        on_step: called with the number of steps done.
+        options: other fields of `Sampling`.
     """
-    device = denoiser(pipe).device
-    if steps < 1:
-        raise ValueError(f"steps={steps}: must be at least 1")
-    width, height = checked_size(pipe, size)
-    options: dict[str, Any] = {"height": height, "width": width, "guidance_scale": guidance}
-    if "negative_prompt" in inspect.signature(pipe.__call__).parameters:
-        options["negative_prompt"] = negative_prompt
-    clock = [time.perf_counter()]
-    options["callback_on_step_end"] = _callback(clock, device, on_step)
+    sampling = Sampling.of(pipe, size, **options)
     merging = nullcontext() if settings is None else tomesd.patched(pipe, **asdict(settings))
-    with merging, measured(device) as cost:
-        image = pipe(
-            prompt,
-            num_inference_steps=steps,
-            # Drawn on the CPU, the noise is the same whatever the device.
-            generator=torch.Generator("cpu").manual_seed(seed),
-            **options,
-        ).images[0]
-    metadata = {
-        "prompt": prompt,
-        "negative_prompt": negative_prompt,
-        "seed": seed,
-        "steps": steps,
-        "guidance": guidance,
-        "width": width,
-        "height": height,
-        "merge": None if settings is None else asdict(settings),
-        "pipeline": type(pipe).__name__,
-        "tomesd": tomesd.__version__,
-        "torch": torch.__version__,
-    }
-    step_seconds = min(after - before for before, after in itertools.pairwise(clock))
-    return Sample(image, cost["seconds"], step_seconds, cost["peak_mib"], metadata)
+    with merging:
+        made = sample_batch(pipe, [prompt], [seed], sampling, on_step)
+    merge = None if settings is None else asdict(settings)
+    metadata = {**image_metadata(pipe, prompt, seed, sampling), "merge": merge}
+    return Sample(made.images[0], made.seconds, made.step_seconds, made.peak_mib, metadata)
 
 
-def save_image(image: Image.Image, path: Path, metadata: dict[str, Any] | None = None) -> None:
-    """Writes a PNG in one go: an interruption leaves the old file or none, never half of one."""
-    info = PngImagePlugin.PngInfo()
-    if metadata is not None:
-        # A schedule may be a function, and a mask a tensor: for those, words have to do.
-        info.add_text(METADATA_KEY, json.dumps(metadata, default=str))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        image.save(part, format="PNG", pnginfo=info)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+def sample_batch(
+    pipe: Any,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    sampling: Sampling,
+    on_step: OnStep | None = None,
+) -> Batch:
+    """One call of the pipeline. Every image has a seed of its own."""
+    device = denoiser(pipe).device
+    inputs: dict[str, Any] = {"prompt": list(prompts)}
+    if "negative_prompt" in inspect.signature(pipe.__call__).parameters:
+        inputs["negative_prompt"] = [sampling.negative_prompt] * len(prompts)
+    with MemoryProbe(device).watch() as peak:
+        clock = _Clock(device)
+        inputs["callback_on_step_end"] = _on_step_end(clock, on_step)
+        start = time.perf_counter()
+        output = call_pipeline(pipe, inputs, seeds, sampling)
+        fastest = clock.fastest()  # waits for the GPU
+        seconds = time.perf_counter() - start
+    flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(prompts)
+    return Batch(tuple(output.images), seconds, fastest, peak[0], tuple(map(bool, flagged)))
 
 
-def checked_size(pipe: Any, size: tuple[int, int] | None) -> tuple[int, int]:
+@torch.no_grad()
+def call_pipeline(
+    pipe: Any, inputs: dict[str, Any], seeds: Sequence[int], sampling: Sampling
+) -> Any:
+    """The output of `pipe`.
+
+    Args:
+        inputs: the prompts, or what they are encoded as; and whatever else the pipeline takes.
+        seeds: one for each image.
+    """
+    return pipe(
+        **inputs,
+        height=sampling.height,
+        width=sampling.width,
+        num_inference_steps=sampling.steps,
+        guidance_scale=sampling.guidance,
+        # Drawn on the CPU, the noise is the same whatever the device.
+        generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
+    )
+
+
+class _Clock:
+    """Takes the time of steps; on a GPU, without making it wait between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ticks: list[Any] = []
+        self.tick()
+
+    def tick(self) -> None:
+        if self._device.type != "cuda":
+            self._ticks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._ticks.append(event)
+
+    def fastest(self) -> float:
+        """Seconds between two ticks, at least."""
+        pairs = itertools.pairwise(self._ticks)
+        if self._device.type != "cuda":
+            return float(min(after - before for before, after in pairs))
+        torch.cuda.synchronize(self._device)
+        return float(min(before.elapsed_time(after) for before, after in pairs)) / 1000
+
+
+def _on_step_end(clock: _Clock, on_step: OnStep | None) -> Callable[..., dict[str, Any]]:
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        clock.tick()
+        if on_step is not None:
+            on_step(step + 1)
+        return values
+
+    return callback
+
+
+def set_scheduler(pipe: Any, name: str) -> None:
+    """Puts in DDIM or PLMS with the settings of the pipeline's own scheduler."""
+    if name == "own":
+        return
+    if name not in ("ddim", "plms"):
+        raise ValueError(f"scheduler={name!r}: must be one of own, ddim, plms")
+    import diffusers
+
+    config = pipe.scheduler.config
+    if "beta_schedule" not in config:
+        kind = type(pipe.scheduler).__name__
+        raise ValueError(f"scheduler={name!r}: the model has a {kind}, which it cannot replace")
+    if name == "ddim":
+        pipe.scheduler = diffusers.DDIMScheduler.from_config(config)
+    else:
+        pipe.scheduler = diffusers.PNDMScheduler.from_config(config, skip_prk_steps=True)
+
+
+def _checked_size(pipe: Any, size: tuple[int, int] | None) -> tuple[int, int]:
     scale = getattr(pipe, "vae_scale_factor", 8)
     if size is None:
-        side = denoiser(pipe).config.sample_size
+        # Pipelines of transformers know it where the model's configuration does not.
+        side = getattr(pipe, "default_sample_size", None) or denoiser(pipe).config.sample_size
         height, width = (side, side) if isinstance(side, int) else side
         return width * scale, height * scale
     for name, value in zip(("width", "height"), size, strict=True):
@@ -121,66 +213,23 @@ def checked_size(pipe: Any, size: tuple[int, int] | None) -> tuple[int, int]:
     return size
 
 
-def _callback(
-    clock: list[float], device: torch.device, on_step: Callable[[int], None] | None
-) -> Callable[..., dict[str, Any]]:
-    """Notes on `clock` when each step ends, and tells `on_step`."""
-
-    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        clock.append(time.perf_counter())
-        if on_step is not None:
-            on_step(step + 1)
-        return values
-
-    return callback
+def image_metadata(pipe: Any, prompt: str, seed: int, sampling: Sampling) -> dict[str, Any]:
+    """How an image was made, and nothing that differs when it is made again."""
+    return {
+        "prompt": prompt,
+        "seed": seed,
+        **asdict(sampling),
+        "pipeline": type(pipe).__name__,
+        "tomesd": tomesd.__version__,
+        "torch": torch.__version__,
+    }
 
 
-@contextmanager
-def measured(device: torch.device) -> Iterator[dict[str, float]]:
-    """Seconds and peak memory of the block, filled in when it ends."""
-    cost: dict[str, float] = {}
-    with _gpu_peak(device) if device.type == "cuda" else process_peak() as peak:
-        start = time.perf_counter()
-        yield cost
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        cost["seconds"] = time.perf_counter() - start
-    cost["peak_mib"] = peak[0] / 2**20
-
-
-@contextmanager
-def _gpu_peak(device: torch.device) -> Iterator[list[float]]:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before, peak = torch.cuda.memory_allocated(device), [0.0]
-    yield peak
-    peak[0] = torch.cuda.max_memory_allocated(device) - before
-
-
-@contextmanager
-def process_peak() -> Iterator[list[float]]:
-    """Peak of the process's resident memory, looked at every few milliseconds."""
-    _return_free_memory()
-    process, done = psutil.Process(), threading.Event()
-    before = process.memory_info().rss
-    peak = [0.0]
-
-    def watch() -> None:
-        while not done.wait(0.005):
-            peak[0] = max(peak[0], process.memory_info().rss - before)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        watcher.join()
-
-
-def _return_free_memory() -> None:
-    """Has the C library give back what it keeps for later, where it can: it would hide a peak."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+def save_image(image: Image.Image, path: Path, metadata: dict[str, Any] | None = None) -> None:
+    """Writes a PNG that tells how it was made."""
+    info = PngImagePlugin.PngInfo()
+    if metadata is not None:
+        # A schedule may be a function, and a mask a tensor: for those, words have to do.
+        info.add_text(METADATA_KEY, json.dumps(metadata, default=str))
+    with whole_file(path) as part:
+        image.save(part, format="PNG", pnginfo=info)

@@ -13,14 +13,12 @@ from ..patch import patch_of
 from ..policy import Frame
 from ..settings import Settings
 
-__all__ = ["FREE", "ORIGINAL", "OURS", "UNPATCHED", "FreePlan", "FreePlanner", "Variant"]
-
 UNPATCHED, OURS, ORIGINAL, FREE = "unpatched", "tomesd", "original", "free"
 
 # A plan that is used longer is taken to be kept for the whole image.
 _LONGEST_PERIOD = 16
 
-_ORIGINAL_OPTIONS = (
+_ORIGINAL_OPTIONS = [
     "ratio",
     "max_downsample",
     "sx",
@@ -29,11 +27,11 @@ _ORIGINAL_OPTIONS = (
     "merge_attn",
     "merge_crossattn",
     "merge_mlp",
-)
+]
 
 
 @dataclass(frozen=True)
-class Variant:
+class Contender:
     """One way to run a model.
 
     `free` is the bound: the same tokens are removed in the same layers, but nothing is matched, and
@@ -56,7 +54,7 @@ class Variant:
         if self.kind == UNPATCHED:
             return
         if self.settings is None:
-            raise ValueError(f"variant={self.kind!r}: needs settings")
+            raise ValueError(f"contender={self.kind!r}: needs settings")
         if self.kind == ORIGINAL:
             self._apply_original(model)
             return
@@ -70,7 +68,7 @@ class Variant:
 
     def _apply_original(self, model: nn.Module) -> None:
         if self.folder is None:
-            raise ValueError(f"variant={self.kind!r}: needs the folder that it lies in")
+            raise ValueError(f"contender={self.kind!r}: needs the folder that it lies in")
         options = {name: getattr(self.settings, name) for name in _ORIGINAL_OPTIONS}
         if options["max_downsample"] is None:
             options["max_downsample"] = _finest_level(model)

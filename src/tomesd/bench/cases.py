@@ -1,4 +1,4 @@
-"""Measures settings: every variant of one is made ready, then they take turns."""
+"""Measures settings: every contender in one is made ready, then they take turns."""
 
 import functools
 from collections import deque
@@ -8,35 +8,27 @@ from typing import Any
 
 import torch
 
+from ..generation.memory import MemoryProbe
 from ..patch import patch_of
 from .calls import WHATS, Call, Step, make_call
-from .measure import (
-    Effort,
-    MemoryProbe,
-    attempt,
-    free_memory,
-    take_turns,
-    time_calls,
-    time_launches,
-)
+from .contenders import ORIGINAL, OURS, Contender
+from .measure import Effort, attempt, free_memory, take_turns, time_calls, time_launches
 from .models import Subject, load_subject, shared_copy
 from .modes import EAGER, GRAPH, MODES, Graph, compile_model, warm_up
-from .rows import OUT_OF_MEMORY, Row, RowFile
-from .variants import ORIGINAL, OURS, Variant
+from .rows import OUT_OF_MEMORY, SETTING, Row, RowFile
 
-__all__ = ["Case", "Prepared", "Subjects", "measure_case", "prepare", "run_cases"]
-
-Progress = Callable[["Case"], None]
+OnCase = Callable[["Case"], None]
+"""Called with the case whenever a contender in it is ready or was timed once."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A setting, and the variants that are compared in it."""
+    """A setting, and what is compared in it."""
 
     model: str
     height: int
     width: int
-    variants: tuple[Variant, ...]
+    contenders: tuple[Contender, ...]
     images: int = 1
     what: str = "step"
     steps: int = 50
@@ -61,30 +53,23 @@ class Case:
         if self.mode == GRAPH and self.what == "pipeline":
             raise ValueError("mode='graph': only a step can be captured, not a whole pipeline")
 
-    def row(self, variant: Variant, subject: Subject | None = None) -> Row:
-        """What identifies the measurement of a variant."""
+    def row(self, contender: Contender, subject: Subject | None = None) -> Row:
+        """What identifies the measurement of a contender."""
+        settings = contender.settings
         return {
-            "section": self.section,
-            "setting": self.setting,
-            "model": self.model,
-            "what": self.what,
+            **{name: getattr(self, name) for name in SETTING},
             "steps": self.steps if self.what == "pipeline" else None,
-            "height": self.height,
-            "width": self.width,
-            "images": self.images,
             "batch": 2 * self.images,
             "dtype": str(subject.dtype).removeprefix("torch.") if subject else self.dtype,
-            "attention": self.attention,
-            "mode": self.mode,
-            "variant": variant.kind,
-            "label": str(variant),
-            "settings": None if variant.settings is None else asdict(variant.settings),
+            "variant": contender.kind,
+            "label": str(contender),
+            "settings": None if settings is None else asdict(settings),
         }
 
 
 @dataclass(eq=False)
 class Prepared:
-    """A variant that is ready to be timed: patched, compiled or captured, and warm."""
+    """A contender that is ready to be timed: patched, compiled or captured, and warm."""
 
     call: Call
     device: torch.device
@@ -106,14 +91,14 @@ class Prepared:
 
 
 @torch.no_grad()
-def prepare(subject: Subject, case: Case, variant: Variant) -> Prepared:
-    """Everything that has to be done before `variant` can be timed."""
+def prepare(subject: Subject, case: Case, contender: Contender) -> Prepared:
+    """Everything that has to be done before `contender` can be timed."""
     device = subject.device
     probe = MemoryProbe(device)
     model = shared_copy(subject.model)
-    variant.apply(model)
+    contender.apply(model)
     if case.mode not in (EAGER, GRAPH):
-        compile_model(model, case.mode, fullgraph=variant.kind != ORIGINAL)
+        compile_model(model, case.mode, fullgraph=contender.kind != ORIGINAL)
     size = (case.height, case.width)
     call = make_call(subject, model, case.what, size, case.images, case.steps)
     warm_up(call, device, calls=1 if case.mode in (EAGER, GRAPH) else 2)
@@ -122,7 +107,7 @@ def prepare(subject: Subject, case: Case, variant: Variant) -> Prepared:
     if case.mode == EAGER and patch is not None and patch.pays is not None:
         prepared.left_alone = not patch.pays
     if case.mode == GRAPH:
-        _load_kernels(subject, case, variant)
+        _load_kernels(subject, case, contender)
         assert isinstance(call, Step)
         graph = Graph(call, device)
         prepared.call, prepared.pool_mib = graph, graph.pool_mib
@@ -135,15 +120,16 @@ def _is_finite(output: Any) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _load_kernels(subject: Subject, case: Case, variant: Variant) -> None:
+def _load_kernels(subject: Subject, case: Case, contender: Contender) -> None:
     """Runs the kernels of merging once: none can be loaded or tuned while a graph is captured.
 
     A layer that is left alone in eager mode, where each launch costs time, may merge in a graph.
     """
-    if variant.kind != OURS or variant.settings is None or variant.settings.when == "always":
+    settings = contender.settings
+    if contender.kind != OURS or settings is None or settings.when == "always":
         return
     model = shared_copy(subject.model)
-    replace(variant, settings=replace(variant.settings, when="always")).apply(model)
+    replace(contender, settings=replace(settings, when="always")).apply(model)
     make_call(subject, model, "step", (case.height, case.width), case.images, 1)()
 
 
@@ -169,54 +155,58 @@ class Subjects:
 
 
 def measure_case(
-    subject: Subject,
-    case: Case,
-    effort: Effort,
-    on_progress: Progress | None = None,
+    subject: Subject, case: Case, effort: Effort, on_progress: OnCase = lambda case: None
 ) -> list[Row]:
-    """One row per variant. Running out of memory is a result like any other."""
-    results: dict[Variant, Row] = {}
-    waiting = deque(case.variants)
-    on_repeat = None if on_progress is None else functools.partial(on_progress, case)
+    """One row per contender. Running out of memory is a result like any other."""
+    results: dict[int, Row] = {}
+    waiting = deque(range(len(case.contenders)))
     while waiting:
-        ready: dict[Variant, Prepared] = {}
+        ready: dict[int, Prepared] = {}
         while waiting:
-            work = functools.partial(prepare, subject, case, waiting[0])
+            work = functools.partial(prepare, subject, case, case.contenders[waiting[0]])
             outcome = attempt(work, subject.device)
             if outcome == OUT_OF_MEMORY and ready:
                 break  # maybe only for what the others keep: again, when they are gone
-            variant = waiting.popleft()
+            number = waiting.popleft()
             if isinstance(outcome, Prepared):
-                ready[variant] = outcome
+                ready[number] = outcome
             else:
-                results[variant] = {"seconds": None, "error": outcome}
+                results[number] = {"seconds": None, "error": outcome}
             del outcome
-            if on_progress is not None:
-                on_progress(case)
-        results |= _time_together(ready, effort, subject.device, on_repeat)
+            on_progress(case)
+        results |= _time_together(ready, case, effort, subject.device, on_progress)
         ready.clear()
         free_memory(subject.device)
-    return [{**case.row(variant, subject), **results[variant]} for variant in case.variants]
+    return [
+        {**case.row(contender, subject), **results[number]}
+        for number, contender in enumerate(case.contenders)
+    ]
 
 
 def _time_together(
-    ready: dict[Variant, Prepared],
+    ready: dict[int, Prepared],
+    case: Case,
     effort: Effort,
     device: torch.device,
-    on_repeat: Callable[[], None] | None,
-) -> dict[Variant, Row]:
-    timers = {variant: item.time for variant, item in ready.items()}
-    periods = {variant: variant.period for variant in ready}
-    work = functools.partial(take_turns, timers, effort, periods=periods, on_repeat=on_repeat)
+    on_progress: OnCase,
+) -> dict[int, Row]:
+    """Rows of the contenders with these numbers in the case."""
+    work = functools.partial(
+        take_turns,
+        {number: item.time for number, item in ready.items()},
+        effort,
+        periods={number: case.contenders[number].period for number in ready},
+        on_repeat=functools.partial(on_progress, case),
+    )
     outcome = attempt(work, device)
     if isinstance(outcome, str):
-        return {variant: {"seconds": None, "error": outcome} for variant in ready}
+        return {number: {"seconds": None, "error": outcome} for number in ready}
     return {
-        variant: {
-            "seconds": outcome[variant].median,
-            "spread": outcome[variant].spread,
-            "repeats": len(outcome[variant].seconds),
-            "calls": outcome[variant].calls,
+        number: {
+            "seconds": outcome[number].median,
+            "spread": outcome[number].spread,
+            "repeats": len(outcome[number].seconds),
+            "calls": outcome[number].calls,
             "host_seconds": item.time_launches(),
             "peak_mib": item.peak_mib,
             "pool_mib": item.pool_mib,
@@ -224,7 +214,7 @@ def _time_together(
             "left_alone": item.left_alone,
             "error": None,
         }
-        for variant, item in ready.items()
+        for number, item in ready.items()
     }
 
 
@@ -234,12 +224,9 @@ def run_cases(
     effort: Effort,
     *,
     subjects: Subjects | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnCase = lambda case: None,
 ) -> list[Row]:
     """Measures `cases` and writes their rows to `file`, each case as it is done.
-
-    Args:
-        on_progress: called with the case whenever a variant of it is ready or was timed once.
 
     Returns:
         The rows of these cases, including those that the file had from the run that it continues.
@@ -248,16 +235,14 @@ def run_cases(
     rows: list[Row] = []
     for case in cases:
         subject = subjects.get(case)
-        _check_device(case, subject.device)
-        found = [file.find(case.row(variant, subject)) for variant in case.variants]
+        if case.mode == GRAPH and subject.device.type != "cuda":
+            raise ValueError(
+                f"mode='graph': CUDA graphs need a GPU, and the device is {subject.device.type}"
+            )
+        found = [file.find(case.row(contender, subject)) for contender in case.contenders]
         measured = [row for row in found if row is not None]
         if len(measured) < len(found):
             # All of them again: what is compared has to be measured together.
             measured = [file.add(row) for row in measure_case(subject, case, effort, on_progress)]
         rows += measured
     return rows
-
-
-def _check_device(case: Case, device: torch.device) -> None:
-    if case.mode == GRAPH and device.type != "cuda":
-        raise ValueError(f"mode='graph': CUDA graphs need a GPU, and the device is {device.type}")

@@ -23,9 +23,7 @@ check: $(SETUP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python scripts/update_readme.py --check
-	$(BIN)/python scripts/update_performance.py --check
-	$(BIN)/python scripts/update_quality.py --check
+	$(BIN)/python scripts/update_docs.py --check
 
 # One thread per worker: the models are tiny, and more threads only get in each other's way.
 test: check
@@ -34,9 +32,7 @@ test: check
 format: $(SETUP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/python scripts/update_readme.py
-	$(BIN)/python scripts/update_performance.py
-	$(BIN)/python scripts/update_quality.py
+	$(BIN)/python scripts/update_docs.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis demo_output

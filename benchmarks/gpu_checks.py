@@ -1,4 +1,4 @@
-"""Whether the Triton kernels do on this GPU what they should; gpu.py runs it before it measures.
+"""Whether the Triton kernels do on this GPU what they should; speed.py runs it before it measures.
 
     python benchmarks/gpu_checks.py [--device cuda]
 
@@ -226,17 +226,37 @@ def capture(
     return graph.replay, out
 
 
-def check_kernels(device: torch.device) -> None:
+@torch.no_grad()
+def check_model(device: torch.device) -> None:
+    """A merged model is the same with the fast kernels as with the reference."""
+    plain = make_unet(device)
+    side = 32 if device.type == "cuda" else 8
+    latents = random(2, 4, side, side, dtype=plain.dtype, device=device)
+    text = random(2, 7, 64, dtype=plain.dtype, device=device)
+    options: dict[str, Any] = {"max_downsample": 2, "merge_mlp": True, "when": "always"}
+    unmerged = plain(latents, 500, text).sample.float()
+    fast, slow = (
+        tomesd.apply_patch(copy.deepcopy(plain), 0.5, backend=backend, **options)(
+            latents, 500, text
+        ).sample.float()
+        for backend in ("triton", "reference")
+    )
+    require(torch.isfinite(fast).all(), "the output of a merged model is not finite")
+    error, effect = ((out - slow).norm() / slow.norm() for out in (fast, unmerged))
+    print(f"check: fast kernels to reference {error:.2e}, unmerged to merged {effect:.2e}")
+    # Where two matches are equally good to half precision, either is right.
+    require(error <= 0.5 * effect, "a model with the fast kernels differs from the reference")
+
+
+def check_gpu(device: torch.device) -> None:
     """Raises `CheckError` at the first thing that is wrong."""
     start = time.monotonic()
-    check_plans(device)
-    check_repeats(device)
-    check_merging(device)
-    check_graphs(device)
+    for check in (check_plans, check_repeats, check_merging, check_graphs, check_model):
+        check(device)
     print(f"check: {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    check_kernels(parser.parse_args().device)
+    check_gpu(parser.parse_args().device)

@@ -1,7 +1,6 @@
 """The benchmark: what it measures, the rows it writes, and the tables made of them."""
 
 import gc
-import json
 import math
 import re
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import update_performance
 from diffusers import UNet2DConditionModel
 from PIL import Image
 from rich.console import Console
@@ -470,134 +468,6 @@ def test_failures_are_named_and_memory_is_not_one() -> None:
     rows = [made_up("unpatched", 0.04), made_up("free", None), bad]
     assert failures(rows) == ["a setting, graph, tomesd: IndexError: too old"]
     assert [duration(row) for row in rows] == ["40.0", "OOM", "failed"]
-
-
-def results_folder(tmp_path: Path, rows: list[dict]) -> Path:
-    folder = tmp_path / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / "other.jsonl").write_text('{"benchmark": "demo"}\n')
-    (folder / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def test_the_document_tells_what_the_rows_say(tmp_path: Path) -> None:
-    rows = [
-        made_up("unpatched", 0.04),
-        made_up("original", 0.041),
-        made_up("free", 0.03),
-        made_up("plan kept", 0.031),
-        made_up("plan every step", None),
-    ]
-    old = [{**row, "run": "old", "date": "2024", "seconds": 1.0} for row in rows]
-    common = {"section": "matching", "mode": "graph", "channels": 320}
-    for tokens in (1024, 4096):
-        setting = {**common, "setting": f"{tokens}", "tokens": tokens}
-        rows.append(made_up("triton", tokens / 1e7, **setting))
-        rows.append(made_up("original", tokens / 1e6, **setting))
-    results = results_folder(tmp_path, [*rows, *old])
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    where = ["--results", str(results), "--docs", str(docs)]
-    update_performance.main(where)
-    text = (docs / "performance.md").read_text()
-    cells = ["a setting", "40.0", "41.0", "30.0", "31.0", "OOM", "-", "90 %", "-", "-", "-10 %"]
-    assert "| " + " | ".join(cells) + " |" in text
-    assert "| 4,096 | 0.41 | - | - | 4.1 | 1,000 | - | - | 1,000 |" in text
-    assert "a GPU: auto, torch 9.9, commit abc, 2025-01-01." in text
-    assert "eager mode" not in text  # no rows, no section
-    figures = docs / "figures" / "performance"
-    assert {path.name for path in figures.iterdir()} == {"graph.svg", "matching.svg"}
-    for path in figures.iterdir():
-        assert f"figures/performance/{path.name}" in text
-
-    drawn = {path: path.read_bytes() for path in figures.iterdir()}
-    update_performance.main([*where, "--check"])
-    update_performance.main(where)
-    assert drawn == {path: path.read_bytes() for path in figures.iterdir()}
-    results_folder(tmp_path, rows[:-1])
-    with pytest.raises(SystemExit, match="out of date"):
-        update_performance.main([*where, "--check"])
-
-
-def performance_text(tmp_path: Path, rows: list[dict]) -> str:
-    results, docs = results_folder(tmp_path, rows), tmp_path / "docs"
-    docs.mkdir()
-    update_performance.main(["--results", str(results), "--docs", str(docs)])
-    return (docs / "performance.md").read_text()
-
-
-def test_the_document_tells_where_compiled_models_gain_nothing(tmp_path: Path) -> None:
-    compiled = {"section": "compile", "mode": "compile"}
-    old = {**compiled, "run": "old", "date": "2024-01-01", "commit": "old"}
-    autotune = {**compiled, "mode": "compile-autotune"}
-    rows = [
-        made_up("unpatched", 0.04, **compiled, prepare_seconds=100.0, host_seconds=0.0385),
-        made_up("plan every block", None, **compiled),
-        made_up("whole stacks", 0.03995, **compiled, prepare_seconds=150.0, peak_mib=1100.0),
-        made_up("if faster", 0.02, **compiled),
-        made_up("unpatched", 0.033, **old, prepare_seconds=100.0),
-        made_up("plan every block", 0.03, **old, prepare_seconds=200.0),
-        made_up("whole stacks", 0.02, **old, prepare_seconds=110.0),
-        made_up("unpatched", 0.03, **autotune),
-        made_up("whole stacks", 0.02, **autotune, peak_mib=1.0),
-    ]
-    text = performance_text(tmp_path, rows)
-    spread = "± 0.1"
-    line = f"40.0 {spread} | OOM | 40.0 {spread} (1.00x) | 20.0 {spread} (2.00x) | abc |"
-    older = f"| default | 33.0 {spread} | 30.0 {spread} (1.10x) | 20.0 {spread} (1.65x) | - | old |"
-    assert f"| a setting | default | {line}" in text
-    assert older in text  # what failed is shown from the run before
-    assert "commits abc, old, 2024-01-01, 2025-01-01." in text
-    words = " ".join(text.split())
-    assert "at most, 200 s instead of 100 (a setting, plan every block, many" in words
-    assert "takes 1.10 to 1.10 times the memory of the compiled model alone; the most in" in words
-    assert "a setting, whole stacks: 1,100 MiB instead of 1,000." in words
-    # What is faster by less than the spread is not clearly so; in the other mode it is.
-    assert words.count("no merged variant was faster") == 1
-    assert f"took 40.0 {spread} ms, and the host 38.5 ms to launch it." in words
-    assert f"Where graphs are replayed, it took 30.0 {spread} ms." in words
-
-
-def test_compiled_settings_stand_in_the_order_of_the_other_tables(tmp_path: Path) -> None:
-    names = ["b", "a", "c"]
-    rows = [made_up("unpatched", 0.04, setting=name) for name in names]
-    for mode in ("compile", "compile-autotune"):
-        of_mode = {"section": "compile", "mode": mode}
-        rows += [made_up("unpatched", 0.04, setting=name, **of_mode) for name in sorted(names)]
-    text = performance_text(tmp_path, rows)
-    lines = re.findall(r"^\| (\w) \| (default|autotune) ", text, re.MULTILINE)
-    assert lines == [(name, mode) for mode in ("default", "autotune") for name in names]
-
-
-def test_whole_stacks_that_lose_are_not_praised(tmp_path: Path) -> None:
-    rows = [made_up("unpatched", 0.04), made_up("free", 0.05), made_up("whole stacks", 0.045)]
-    assert "Whole stacks are faster" not in performance_text(tmp_path, rows)
-
-
-def test_the_document_tells_what_was_left_alone(tmp_path: Path) -> None:
-    common = {"section": "pipelines", "mode": "eager", "steps": 20}
-    rows = [made_up("unpatched", 1.0, **common), made_up("original", 1.25, **common)]
-    rows.append(made_up("tomesd", 1.0, **common, left_alone=True))
-    cells = "1,000 ± 0.1 | 1,250 ± 0.1 (0.80x) | 1,000 ± 0.1 (1.00x, left alone)"
-    assert f"| a setting | {cells} |" in performance_text(tmp_path, rows)
-
-
-def test_the_document_has_the_presets_if_they_were_measured(tmp_path: Path) -> None:
-    common = {"section": "presets", "mode": "eager", "steps": 10}
-    seconds = {"unpatched": 1.0, "default": 0.8, "quality": 0.5, "balanced": None, "fast": 2.0}
-    rows = [made_up(label, value, **common) for label, value in seconds.items()]
-    named = {**common, "setting": "another"}
-    rows += [made_up("unpatched", 1.0, **named), made_up("fast", 0.5, **named)]
-    text = performance_text(tmp_path, rows)
-    assert "| a setting | 1,000 | 800.0 (1.25x) | 500.0 (2.00x) | OOM | 2,000 (0.50x) |" in text
-    assert "in 10 steps" in text
-    assert re.findall(r"In (.*), `(\w+)` is faster than `fast`", " ".join(text.split())) == [
-        ("a setting", "quality")
-    ]
-
-
-def test_the_document_in_the_repository_is_up_to_date() -> None:
-    update_performance.main(["--check"])
 
 
 # The command

@@ -75,19 +75,23 @@ def _select(
             metric, cells, remove, backend=settings.backend, timestep=draw.timestep, key=draw.key
         )
     triton = kernels.use_triton(settings.backend, metric)
-    kept, state = _memory(scope, metric, cells, remove, triton, number)
+    assert draw.timestep is not None
+    sizes = (cells.h, cells.w, remove, number, draw.timestep.numel())
+    kept, state = _memory(scope, metric, triton, sizes)
     selector.write(kept, metric, cells, remove, draw, Clock(state, settings.refresh))
     return kept
 
 
 def _memory(
-    scope: Scope, x: Tensor, cells: Cells, remove: int, triton: bool, number: int
+    scope: Scope, x: Tensor, triton: bool, sizes: tuple[int, int, int, int, int]
 ) -> tuple[MergePlan, Tensor]:
-    """A plan that stays, and its clock; see `kernels.Clock`."""
-    assert scope.call.timestep is not None
-    batch, n, _ = x.shape
-    sizes = (cells.h, cells.w, remove, number, batch)
-    name = "_".join(["plan", *(str(int(size)) for size in sizes), str(triton)])
+    """A plan that stays, and its clock; see `kernels.Clock`.
+
+    Args:
+        sizes: height and width of the grid, tokens to remove, number of the segment, timesteps.
+    """
+    (batch, n, _), (_, _, remove, _, times) = x.shape, sizes
+    name = "_".join(["plan", *(str(int(size)) for size in (*sizes, batch)), str(triton)])
     tensor = scope.patch.kept.tensor
     plan = MergePlan(
         tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
@@ -96,8 +100,8 @@ def _memory(
         triton,
     )
     # No time is below minus infinity, so the first call makes the plan.
-    times = (2 + scope.call.timestep.numel(),)
-    return plan, tensor(f"{name}_clock", times, torch.float32, x.device, fill=float("-inf"))
+    clock = tensor(f"{name}_clock", (2 + times,), torch.float32, x.device, fill=float("-inf"))
+    return plan, clock
 
 
 def _times(call: Call, batch: int) -> Tensor | None:

@@ -1,0 +1,49 @@
+"""Composes scenes as those that the embedded model was trained on: what FID is a distance to.
+
+    python benchmarks/compose_scenes.py FOLDER --sprites sprites.npz [--count 2000]
+
+Their captions are held out as those of the images are, but others: scenes of the same captions
+would be closer than independent ones. demo_model/training/README.md says where the sprites come
+from.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import tomesd_demo_model
+from PIL import Image
+from tomesd_demo_model.captions import sample_scenes
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "demo_model" / "training"))
+from data import describe
+from scenes import Composer
+from tokenizer import WordTokenizer
+
+AT_ONCE = 20
+SEED = 11
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--sprites", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--size", type=int, default=256)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    shipped = len(tomesd_demo_model.held_out_captions())
+    scenes = sample_scenes(shipped + args.count)[shipped:]
+    tokenizer = WordTokenizer(tomesd_demo_model.path() / "tokenizer")
+    composer = Composer(args.sprites, "cpu")
+    for first in range(0, args.count, AT_ONCE):
+        described = describe(scenes[first : first + AT_ONCE], tokenizer, SEED + first)
+        composer.generator.manual_seed(SEED + first)
+        pictures = composer(described, args.size, chunk=AT_ONCE)
+        pixels = ((pictures + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1)
+        for place, one in enumerate(pixels.numpy(), start=first):
+            Image.fromarray(one).save(args.folder / f"{place:05d}.png")
+
+
+if __name__ == "__main__":
+    main()

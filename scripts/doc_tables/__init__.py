@@ -1,0 +1,43 @@
+"""Tables and figures of the documents, by name."""
+
+from . import figures, performance, quality, readme
+from .rows import Results, Table
+
+__all__ = ["FIGURES", "TABLES", "Results", "Table"]
+
+TABLES = {
+    "demo": readme.demo,
+    "options": readme.options,
+    "speed": readme.speed,
+    "quality": readme.quality,
+    "memory on a CPU": readme.memory_cpu,
+    "graph": performance.graph,
+    "eager": performance.eager,
+    "compiled": performance.compiled,
+    "the paper's set-up": performance.paper_speed,
+    "batches": performance.batches,
+    "sdxl": performance.sdxl,
+    "whole images": performance.pipelines,
+    "speed of presets": performance.presets,
+    "memory": performance.memory,
+    "matching": performance.matching,
+    "cheaper matching": performance.sharing,
+    "cpu": performance.cpu,
+    "the paper's ratios": quality.paper,
+    "windows": quality.windows,
+    "quality against speed": quality.front,
+    "quality of presets": quality.preset_quality,
+    "search": quality.search,
+    "defaults": quality.defaults,
+    **{name: quality.ablation(name) for name in ("partition", "layers", "levels", "schedule")},
+    "other algorithms": quality.other_algorithms,
+}
+
+FIGURES = {
+    "performance/graph.svg": figures.graph,
+    "performance/eager.svg": figures.eager,
+    "performance/matching.svg": figures.matching,
+    "quality/paper.svg": figures.paper,
+    "quality/front.svg": figures.front,
+    "quality/search.svg": figures.search,
+}

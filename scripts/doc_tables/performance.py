@@ -1,0 +1,181 @@
+"""The tables of docs/performance.md."""
+
+from collections.abc import Iterable
+
+from tomesd.presets import PRESETS
+
+from .rows import ORIGINAL, OURS, Comparison, Results, Row, Table, gained, mib, ms, percent, times
+
+KEPT, EVERY_STEP, EVERY_BLOCK = "plan kept", "plan every step", "plan every block"
+STACKS, IF_FASTER = "whole stacks", "if faster"
+STEPS = 50
+"""Of an image in the paper."""
+
+
+def bound(results: Results, section: str) -> Table:
+    """The eight settings in a mode, and how much of the possible gain each variant makes."""
+    labels = ("unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS)
+    shares = {KEPT: "recovered: kept", EVERY_STEP: "every step", EVERY_BLOCK: "every block"}
+    shares["original"] = "0.1.3"
+    found = results.settings(section)
+    lines = []
+    for one in found:
+        measured = [one.find(label) for label in shares]
+        recovered = ["-" if row is None else percent(one.recovered(row)) for row in measured]
+        lines.append([one.first["setting"], *(ms(one.find(label)) for label in labels), *recovered])
+    names = ["unpatched", ORIGINAL, "bound", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS]
+    return Table(["setting", *names, *shares.values()], lines, rows_of(found))
+
+
+def graph(results: Results) -> Table:
+    return bound(results, "graph")
+
+
+def eager(results: Results) -> Table:
+    return bound(results, "eager")
+
+
+def compiled(results: Results) -> Table:
+    order = [one.first["setting"] for one in results.settings("graph")]
+    modes = {"compile": "default", "compile-autotune": "autotune"}
+    labels = ("unpatched", EVERY_BLOCK, IF_FASTER, STACKS)
+    found = results.settings("compile")
+    found.sort(
+        key=lambda one: ([*modes].index(one.first["mode"]), order.index(one.first["setting"]))
+    )
+    lines = [
+        [
+            one.first["setting"],
+            modes[one.first["mode"]],
+            *(gained(one, one.find(label), spread=True) for label in labels),
+        ]
+        for one in found
+    ]
+    header = ["setting", "mode", "compiled", *(f"with {label}" for label in labels[1:])]
+    return Table(header, lines, rows_of(found))
+
+
+def paper_speed(results: Results) -> Table:
+    """Time and memory per image of the paper's set-up, at its ratios."""
+    [found] = results.settings("paper")
+    lines = [["unpatched", *per_image(found, found.find("unpatched")), "-", "-"]]
+    merged = {(r["settings"]["ratio"], r["variant"]): r for r in found if r["settings"]}
+    for ratio in sorted({ratio for ratio, _ in merged}):
+        cells = [per_image(found, merged.get((ratio, kind))) for kind in ("original", "tomesd")]
+        lines.append([f"{100 * ratio:.0f}", *cells[0], *cells[1]])
+    header = ["r %", f"{ORIGINAL}: s / image", "GiB / image", f"{OURS}: s / image", "GiB / image"]
+    return Table(header, lines, list(found))
+
+
+def per_image(found: Comparison, row: Row | None) -> list[str]:
+    """Seconds and GiB, and how they compare with the unpatched model's."""
+    if row is None or row["seconds"] is None:
+        return [ms(row), "-"]
+    seconds, gib = row["seconds"] * STEPS / row["images"], row["peak_mib"] / row["images"] / 1024
+    base = found.find("unpatched")
+    if base is None or base is row:
+        return [f"{seconds:.2f}", f"{gib:.2f}"]
+    memory = row["peak_mib"] / base["peak_mib"]
+    return [f"{seconds:.2f} ({times(found.speedup(row))})", f"{gib:.2f} ({times(memory)})"]
+
+
+def by_batch(results: Results, section: str) -> Table:
+    found = results.settings(section)
+    lines = [
+        [
+            f"{one.first['width']} px",
+            str(one.first["images"]),
+            one.first["mode"],
+            *(gained(one, one.find(kind)) for kind in ("unpatched", "original", "tomesd")),
+        ]
+        for one in found
+    ]
+    header = ["size", "images", "mode", "unpatched", ORIGINAL, OURS]
+    return Table(header, lines, rows_of(found))
+
+
+def batches(results: Results) -> Table:
+    return by_batch(results, "batches")
+
+
+def sdxl(results: Results) -> Table:
+    return by_batch(results, "sdxl")
+
+
+def by_setting(found: list[Comparison], names: dict[str, str], *, spread: bool = False) -> Table:
+    """Times of each setting; `names` has the label of a variant and the title of its column."""
+    lines = [
+        [one.first["setting"], *(gained(one, one.find(label), spread=spread) for label in names)]
+        for one in found
+    ]
+    return Table(["setting", *names.values()], lines, rows_of(found))
+
+
+def pipelines(results: Results) -> Table:
+    names = {"unpatched": "unpatched", "original": ORIGINAL, "tomesd": OURS}
+    return by_setting(results.settings("pipelines"), names, spread=True)
+
+
+def presets(results: Results) -> Table:
+    names = {name: name for name in ("unpatched", "default", *PRESETS)}
+    return by_setting(results.settings("presets"), names)
+
+
+def memory(results: Results) -> Table:
+    names = {"unpatched": "unpatched", "original": ORIGINAL, KEPT: KEPT, EVERY_BLOCK: EVERY_BLOCK}
+    found = results.settings("eager")
+    lines = [[one.first["setting"], *(mib(one.find(label)) for label in names)] for one in found]
+    return Table(["setting", *names.values()], lines, rows_of(found))
+
+
+MATCHING = {
+    "triton": "Triton",
+    "triton, one window": "Triton, one window",
+    "reference": "PyTorch",
+    "original": "0.1.3",
+}
+
+
+def matching(results: Results) -> Table:
+    found = [one for one in results.settings("matching") if one.first["mode"] == "graph"]
+    lines = [
+        [
+            f"{one.first['tokens']:,}",
+            *(ms(one.find(label)) for label in MATCHING),
+            *(mib(one.find(label)) for label in MATCHING),
+        ]
+        for one in found
+    ]
+    header = ["tokens", *(f"{n}: ms" for n in MATCHING.values())]
+    return Table([*header, *(f"{n}: MiB" for n in MATCHING.values())], lines, rows_of(found))
+
+
+def sharing(results: Results) -> Table:
+    """Ways to save matching, and what they do to images."""
+    rows = [row for row in results.file("sharing") if "psnr" in row]
+    lines = []
+    for row in rows:
+        name = ORIGINAL if row["variant"] == "original" else row["variant"]
+        name += ", not random" if row["settings"].get("use_rand") is False else ""
+        layers = "everything, levels 1-4" if row["layers"] == "all" else "self-attention, level 1"
+        gain = (
+            f"{row['psnr_gain']:+.2f} ± {row['psnr_gain_ci95']:.2f}" if "psnr_gain" in row else "-"
+        )
+        scores = [f"{row['psnr']:.2f}", f"{row['ssim']:.3f}", gain]
+        lines.append([f"{row['ratio']:g}", layers, name, *scores])
+    header = ["ratio", "merged", "matching", "PSNR", "SSIM", "PSNR to 0.1.3's, image by image"]
+    return Table(header, lines, rows)
+
+
+def cpu(results: Results) -> Table:
+    [found] = results.settings("cpu")
+    merged = {(r["settings"]["ratio"], r["variant"]): r for r in found if r["settings"]}
+    lines = [["0", *2 * [ms(found.find("unpatched"))]]]
+    for ratio in sorted({ratio for ratio, _ in merged}):
+        rows = [merged.get((ratio, kind)) for kind in ("original", "tomesd")]
+        lines.append([f"{ratio:g}", *(gained(found, row) for row in rows)])
+    return Table(["ratio", ORIGINAL, OURS], lines, list(found))
+
+
+def rows_of(found: Iterable[Comparison]) -> list[Row]:
+    return [row for one in found for row in one]

@@ -1,1 +1,0 @@
-"""The sections of docs/performance.md, for update_performance.py."""

@@ -1,1 +1,0 @@
-"""The sections of docs/quality.md, for update_quality.py."""

@@ -1,0 +1,71 @@
+"""The benchmarks measure what the tables in the documents show."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quality
+from cases import CASES
+from quality_settings import SECTIONS, TAU_40, Section, ours
+
+from tomesd.bench.rows import read_rows
+from tomesd.generation import load_pipeline
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("table", [name for name in CASES if not name.startswith("compile")])
+def test_cases_are_those_of_the_rows(table: str) -> None:
+    rows = [row for name in ("gpu", "cpu") for row in read_rows(RESULTS / f"{name}.jsonl")]
+    measured = {
+        (row["setting"], row["mode"], row["variant"], row["label"])
+        for row in rows
+        if row["section"] == table
+    }
+    cases = CASES[table]("a folder")
+    wanted = {(c.setting, c.mode, v.kind, str(v)) for c in cases for v in c.variants}
+    assert wanted == measured
+
+
+def as_read(settings: dict[str, Any]) -> str:
+    return json.dumps(json.loads(json.dumps(settings)), sort_keys=True)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_settings_are_those_of_the_rows(name: str) -> None:
+    rows = read_rows(RESULTS / "quality.jsonl")
+    measured = {
+        (row["variant"], row["setting"], row["label"], as_read(row["settings"]))
+        for row in rows
+        if row["section"] == f"quality-{name}"
+    }
+    candidates = SECTIONS[name].candidates
+    wanted = {(c.variant, c.group, c.label, as_read(c.settings)) for c in candidates}
+    assert wanted == measured and len(wanted) == len(candidates)
+
+
+def test_forty_percent_of_the_steps_lie_below_the_threshold() -> None:
+    noise = 1 - load_pipeline("demo", device="cpu").scheduler.alphas_cumprod
+    assert (noise < TAU_40).float().mean().item() == pytest.approx(0.4, abs=0.002)
+
+
+def test_images_are_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Section([ours("half", ratio=0.5), ours("again", ratio=0.5)], images=2, steps=1)
+    monkeypatch.setattr(quality, "SECTIONS", {"paper": few})
+    monkeypatch.setattr(quality, "TIMED", ("paper",))
+    monkeypatch.setattr(quality, "SIDE", 64)
+    folders = ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "rows.jsonl")]
+    quick = ["--device", "cpu", "--batch", "2", "--steps", "1", "--seconds", "0"]
+    quality.main(["paper", "speed", *quick, "--time-images", "1", *folders])
+    timed, images = (
+        [row for row in read_rows(tmp_path / "rows.jsonl") if row["what"] == what]
+        for what in ("steps", "images")
+    )
+    assert [row["label"] for row in images] == ["unmerged", "half", "again"]
+    assert [row["label"] for row in timed] == ["unmerged", "again"]  # settings are timed once
+    assert images[1]["psnr"] == images[2]["psnr"] < 100  # and make images once
+    assert {"lpips", "lpips_low", "fid_unmerged"} <= images[1].keys()
+    assert "psnr" not in images[0] and "speedup" not in timed[0]
+    assert all(timed[1][name] > 0 for name in ("speedup", "speedup_unfused", "mib_unfused"))
+    assert images[1]["settings"] == timed[1]["settings"] == {"when": "always", "ratio": 0.5}

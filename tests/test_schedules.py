@@ -19,18 +19,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from zoo_diffusers import HOSTS, make_sd_pipeline
 
 import tomesd
-from tomesd import planning
 from tomesd.evaluation.variants import make_variants, patched_with
 from tomesd.generation import save_image
-from tomesd.hosts import find_noise
+from tomesd.hosts import find_timeline
+from tomesd.hosts.unets import DEFAULTS
+from tomesd.kernels import Cells
 from tomesd.metric import angle_to_mean, mask_on_grid
 from tomesd.patch import patch_of
-from tomesd.schedule import Noise, ratio_at
+from tomesd.schedule import Timeline, ratio_at
 from tomesd.selectors import bipartite
 from tomesd.settings import Settings
 
 SD1 = HOSTS["sd1"]
-NOISE = Noise(1000, tuple((t + 1) / 1000 for t in range(1000)))
+NOISE = Timeline(999, shares=tuple((t + 1) / 1000 for t in range(1000)))
 
 
 def run(model: Any, time: float = 500, **options: Any) -> torch.Tensor:
@@ -194,14 +195,14 @@ def test_a_threshold_needs_a_scheduler() -> None:
 
 def test_the_noise_of_other_hosts() -> None:
     model = zoo_ldm.build_latent_diffusion()
-    noise = find_noise(model)
-    assert noise.steps == len(model.alphas_cumprod) == 1000
+    noise = find_timeline(model)
+    assert noise.noise == len(model.alphas_cumprod) - 1 == 999
     assert noise.shares is not None
     assert noise.shares[500] == pytest.approx(1 - float(model.alphas_cumprod[500]), rel=1e-6)
-    assert find_noise(SD1.build()) == Noise()
+    assert find_timeline(SD1.build()) == Timeline()
     sampling = zoo_ldm.comfy("model_sampling").ModelSamplingDiscrete()
-    found = find_noise(SimpleNamespace(model=SimpleNamespace(model_sampling=sampling)))
-    assert found.steps == 1000 and found.shares is not None
+    found = find_timeline(SimpleNamespace(model=SimpleNamespace(model_sampling=sampling)))
+    assert found.noise == 999 and found.shares is not None
     # Stable Diffusion's betas, as ComfyUI has them.
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
     share = 1 - (1 - betas).cumprod(0)
@@ -250,12 +251,7 @@ def test_protected_tokens_stay_alone() -> None:
     mask[4:16, 8:20] = 1
     model = tomesd.apply_patch(SD1.build(), 0.5, protect=mask)
     plans: list[Any] = []
-
-    def record(*args: Any) -> Any:
-        plans.append(planning.shared_plan(*args))
-        return plans[-1]
-
-    patch_of(model).planner = record
+    patch_of(model).observer = lambda scope, block, plan: plans.append(plan)
     run(model)
     covered = mask_on_grid(mask, (16, 16), 2)[0]
     assert covered.view(16, 16)[2:8, 4:10].all() and covered.sum() == 36
@@ -267,12 +263,7 @@ def test_protected_tokens_stay_alone() -> None:
 def test_what_guidance_changed_is_protected_at_the_next_step() -> None:
     model = tomesd.apply_patch(SD1.build(), 0.5, protect="guidance", protect_share=0.25)
     plans: list[Any] = []
-
-    def record(*args: Any) -> Any:
-        plans.append(planning.shared_plan(*args))
-        return plans[-1]
-
-    patch_of(model).planner = record
+    patch_of(model).observer = lambda scope, block, plan: plans.append(plan)
     first = run(model, 900)
     assert not _all_alone(plans, torch.ones(2, 256, dtype=torch.bool))
     plans.clear()
@@ -295,20 +286,18 @@ def test_the_previous_output_is_what_the_next_step_matches_on() -> None:
     outputs, plans = [], []
     block.register_forward_hook(lambda _, args, output: outputs.append(output.clone()))
 
-    def record(frame: Any, x: torch.Tensor, remove: int) -> Any:
-        plan = planning.shared_plan(frame, x, remove)
-        if frame.block is block:
-            plans.append((frame.cells, x, remove, plan))
-        return plan
+    def record(scope: Any, where: Any, plan: Any) -> None:
+        if where is block:
+            plans.append(plan)
 
-    patch_of(model).planner = record
+    patch_of(model).observer = record
+    inputs: list[torch.Tensor] = []
+    block.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone()))
     for time in (900, 800, 850):
         run(model, time)
-    for (cells, x, remove, plan), metric in zip(
-        plans, (plans[0][1], outputs[0], plans[2][1]), strict=True
-    ):
-        assert torch.equal(plan.slot, bipartite(metric, cells, remove).slot)
-        del x
+    cells = Cells.of(16, 16, 2, 2)
+    for plan, metric in zip(plans, (inputs[0], outputs[0], inputs[2]), strict=True):
+        assert torch.equal(plan.slot, bipartite(metric, cells, 128).slot)
 
 
 @given(st.integers(0, 1000))
@@ -327,9 +316,17 @@ def test_closer_to_each_other_in_their_distance_from_the_mean(seed: int) -> None
 
 def test_presets_are_settings_that_options_win_over() -> None:
     model = tomesd.apply_patch(SD1.build(), preset="fast")
-    assert patch_of(model).settings == Settings(target="stack", ratio=0.5, end=0.7)
+    assert patch_of(model).asked == Settings(target="stack", ratio=0.5, end=0.7)
     tomesd.apply_patch(model, 0.25, preset="fast", seed=3)
-    assert patch_of(model).settings == Settings(target="stack", ratio=0.25, end=0.7, seed=3)
+    assert patch_of(model).asked == Settings(target="stack", ratio=0.25, end=0.7, seed=3)
+    assert patch_of(model).settings == patch_of(model).asked.filled(**DEFAULTS)
+
+
+def test_an_option_that_is_given_wins_also_when_it_equals_its_default() -> None:
+    model = tomesd.apply_patch(SD1.build(), ratio=0.5, preset="balanced")
+    assert patch_of(model).settings.ratio == 0.5
+    tomesd.apply_patch(model, preset="fast", end=1.0)
+    assert patch_of(model).settings.end == 1.0
 
 
 def test_copies_keep_notes_of_their_own() -> None:

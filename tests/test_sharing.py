@@ -16,11 +16,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from zoo_diffusers import HOSTS, call, make_sd_pipeline
 
 import tomesd
-from tomesd import kernels, planning, policy
+from tomesd import kernels, policy
 from tomesd.cost import Device, find_launcher, merging_pays
 from tomesd.kernels import Cells
 from tomesd.patch import patch_of
-from tomesd.policy import Frame
 
 SD1, SDXL = HOSTS["sd1"], HOSTS["sdxl"]
 
@@ -79,14 +78,8 @@ def test_a_plan_per_block_per_level_or_for_some_steps(matchings: list) -> None:
 @pytest.mark.parametrize("selector", ["kmeans", "bipartite"])
 def test_every_selector_keeps_its_plans(selector: str) -> None:
     model = tomesd.apply_patch(SD1.build(), 0.5, share="steps", refresh=2, selector=selector)
-    patch, plans = patch_of(model), []
-
-    def record(*args: Any) -> Any:
-        plan = planning.shared_plan(*args)
-        plans.append(plan.slot.clone())
-        return plan
-
-    patch.planner = record
+    plans: list[torch.Tensor] = []
+    patch_of(model).observer = lambda scope, block, plan: plans.append(plan.slot.clone())
     kept = []
     for time in (900, 800, 700, 950):
         plans.clear()
@@ -322,71 +315,6 @@ class TestBreakEven:
             assert Device.of(device, "graph") == Device.of(device, "eager")
 
 
-class TestIdleCalls:
-    """A call that is known to merge nothing is not looked at again."""
-
-    @pytest.fixture
-    def model(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        monkeypatch.setattr(policy.Device, "of", lambda *_, **__: TestBreakEven.SLOW_LAUNCH)
-        return tomesd.apply_patch(SD1.build(), 0.5)
-
-    @pytest.fixture
-    def visited(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-        """Grids of stacks that it was found out for how many tokens go."""
-        grids: list[tuple[int, int]] = []
-        at_grid = Frame.at_grid
-
-        def record(frame: Frame, grid: tuple[int, int], blocks: int) -> Frame:
-            grids.append(grid)
-            return at_grid(frame, grid, blocks)
-
-        monkeypatch.setattr(Frame, "at_grid", record)
-        return grids
-
-    def test_it_is_found_out_once_for_each_size(self, model: Any, visited: list) -> None:
-        plain = run(SD1.build())
-        for seen in (True, False, False):
-            visited.clear()
-            assert torch.equal(run(model), plain)
-            assert bool(visited) == seen
-        call(model, SD1.inputs(24, 16, 2, 0, 500))
-        assert visited
-
-    def test_it_is_found_out_again_when_attention_is_exchanged(
-        self, model: Any, visited: list
-    ) -> None:
-        run(model)
-        visited.clear()
-        model.set_attn_processor(AttnProcessor())
-        run(model)
-        assert visited
-
-    def test_a_stack_that_was_passed_by_may_merge(self, model: Any, visited: list) -> None:
-        """Caches skip blocks in some steps."""
-        run(model)
-        known = patch_of(model).idle
-        finest = max(visited)
-        for kind, idle in list(known.items()):
-            known[kind] = replace(idle, grids=idle.grids - {finest})
-        visited.clear()
-        run(model)
-        assert set(visited) == {finest}
-
-    def test_what_compiled_blocks_decided_is_not_kept(self, model: Any) -> None:
-        """They are compiled anew when attention is exchanged, and decide anew."""
-        torch._dynamo.reset()
-        for block in model.modules():
-            if type(block).__name__ == "BasicTransformerBlock":
-                block.compile(backend="eager")
-        run(model)
-        torch._dynamo.reset()
-        assert not patch_of(model).idle
-
-    def test_a_copy_finds_out_for_itself(self, model: Any) -> None:
-        run(model)
-        assert patch_of(model).idle and not patch_of(copy.deepcopy(model)).idle
-
-
 class Unknown(AttnProcessor):
     """A processor that we cannot know."""
 
@@ -450,14 +378,8 @@ def test_the_kernels_merge_a_whole_model_as_the_reference_does() -> None:
 
 def test_a_window_keeps_groups_together() -> None:
     model = tomesd.apply_patch(SD1.build(), 0.5, window=4)
-    patch = patch_of(model)
-    plans = []
-
-    def record(frame: policy.Frame, x: torch.Tensor, remove: int) -> Any:
-        plans.append(planning.shared_plan(frame, x, remove))
-        return plans[-1]
-
-    patch.planner = record
+    plans: list[Any] = []
+    patch_of(model).observer = lambda scope, block, plan: plans.append(plan)
     run(model)
     rows = torch.arange(16)
     window = (rows[:, None] // 4 * 4 + rows // 4).flatten()

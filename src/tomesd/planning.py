@@ -21,18 +21,26 @@ def find_plan(
     scope: Scope, block: nn.Module, x: Tensor, segments: tuple[Segment, ...]
 ) -> MergePlan:
     """A plan for the image tokens `x` `[B, N, C]` of a block, made or found as `share` says."""
-    settings, call = scope.settings, scope.call
-    if settings.share == "block":
-        return make_plan(scope, block, x, segments)
-    for key, plan in call.plans:
-        if key == segments and plan.fits(x):
-            return plan
-    # What is kept is written over later, when a backward pass might still need it.
-    keep = settings.share == "steps" and call.timestep is not None and not x.requires_grad
-    keep = keep and not scope.patch.selector.fixed
-    plan = make_plan(scope, block, x, segments, keep=keep)
-    call.plans.append((segments, plan))
+    plan = _shared_plan(scope, x, segments)
+    if plan is None:
+        # What is kept is written over later, when a backward pass might still need it.
+        kept = scope.settings.share == "steps" and scope.call.timestep is not None
+        keep = kept and not x.requires_grad and not scope.patch.selector.fixed
+        plan = make_plan(scope, block, x, segments, keep=keep)
+        if scope.settings.share != "block":
+            scope.call.plans.append((segments, plan))
+    if scope.patch.observer is not None:
+        scope.patch.observer(scope, block, plan)
     return plan
+
+
+def _shared_plan(scope: Scope, x: Tensor, segments: tuple[Segment, ...]) -> MergePlan | None:
+    """The plan that another block of this call has made."""
+    if scope.settings.share != "block":
+        for key, plan in scope.call.plans:
+            if key == segments and plan.fits(x):
+                return plan
+    return None
 
 
 def make_plan(
@@ -56,9 +64,7 @@ def make_plan(
             plans.append(MergePlan.identity(x.shape[0], segment.tokens, x.device))
             continue
 
-        def select(
-            metric: Tensor, cells: Cells, remove: int, number: int = number
-        ) -> MergePlan:
+        def select(metric: Tensor, cells: Cells, remove: int, number: int = number) -> MergePlan:
             return _select(scope, metric, cells, remove, draw, number if keep else None)
 
         plans.append(plan_tokens(select, tokens, segment.volume, segment.removes))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cost import Device, Launcher, find_launcher, merging_pays
+from .cost import Device, find_launcher, merging_pays
 from .grids import cells_of, level_merges, level_of, removable
 from .kernels import Cells
 from .settings import Settings
@@ -134,14 +134,15 @@ def _reason_to_leave(settings: Settings, decision: Decision, work: Work) -> Left
         settings.proportional,
         work,
     )
-    if pays(find_launcher(work.device), *what):
+    if pays(Device.of(work.device, find_launcher(work.device)), *what):
         return ""
-    return "pays in CUDA graphs only" if pays("graph", *what) else "not faster"
+    in_graph = pays(Device.of(work.device, "graph"), *what)
+    return "pays in CUDA graphs only" if in_graph else "not faster"
 
 
 @functools.lru_cache(maxsize=1024)
 def _pays(
-    launcher: Launcher,
+    device: Device,
     cells: Cells,
     tokens: int,
     removes: tuple[tuple[tuple[str, ...], int], ...],
@@ -151,7 +152,7 @@ def _pays(
     work: Work,
 ) -> bool:
     return merging_pays(
-        Device.of(work.device, launcher),
+        device,
         batch=work.batch,
         channels=work.channels,
         cells=cells,

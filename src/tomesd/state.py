@@ -66,6 +66,8 @@ class Patch:
     """Transformer blocks in the model."""
     selector: Selector = field(init=False)
     """What groups tokens."""
+    observer: "Callable[[Scope, nn.Module, MergePlan], None] | None" = None
+    """Told about the plan of each block or region."""
     kept: Kept = field(default_factory=Kept)
     decisions: "tuple[Decision, ...]" = ()
     """Of the last call."""

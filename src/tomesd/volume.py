@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels import Cells, Clock, Draw
+from .kernels import Cells, Clock
 from .plan import MergePlan, join
-from .selectors import Selector
 
 __all__ = ["FrameGroups", "Keep", "Volume", "plan_tokens"]
 

@@ -104,8 +104,10 @@ def prepare(subject: Subject, case: Case, contender: Contender) -> Prepared:
     warm_up(call, device, calls=1 if case.mode in (EAGER, GRAPH) else 2)
     prepared = Prepared(call, device, probe.peak_mib(call))
     patch = patch_of(model)
-    if case.mode == EAGER and patch is not None and patch.pays is not None:
-        prepared.left_alone = not patch.pays
+    if case.mode == EAGER and patch is not None:
+        prepared.left_alone = any(d.left_alone for d in patch.decisions) and not any(
+            d.segments for d in patch.decisions
+        )
     if case.mode == GRAPH:
         _load_kernels(subject, case, contender)
         assert isinstance(call, Step)

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from ..api import apply_patch
 from ..generation.original import load_original
-from ..hosts import find_targets
+from ..hosts import find_models
+from ..kernels import Cells
 from ..patch import patch_of
-from ..policy import Frame
+from ..selectors import Selector
 from ..settings import Settings
 
 UNPATCHED, OURS, ORIGINAL, FREE = "unpatched", "tomesd", "original", "free"
@@ -60,11 +61,10 @@ class Contender:
             return
         apply_patch(model, **asdict(self.settings))
         if self.kind == FREE:
-            planner = FreePlanner()
-            for target in find_targets(model):
-                patch = patch_of(target.module)
+            for part in find_models(model):
+                patch = patch_of(part.module)
                 assert patch is not None
-                patch.planner = planner
+                patch.selector = FreeSelector()
 
     def _apply_original(self, model: nn.Module) -> None:
         if self.folder is None:
@@ -121,14 +121,23 @@ class FreePlan:
         return buffer
 
 
-class FreePlanner:
+class FreeSelector(Selector):
     """Makes free plans; they share their buffers."""
+
+    name = "free"
+    fixed = True
 
     def __init__(self) -> None:
         self._buffers: dict[Any, Tensor] = {}
 
-    def __call__(self, frame: Frame, x: Tensor, remove: int) -> FreePlan:
-        return FreePlan(x.shape[1], x.shape[1] - remove, self._buffers)
+    def __call__(self, metric: Tensor, cells: Cells, remove: int, **_: Any) -> Any:
+        return FreePlan(cells.tokens, cells.tokens - remove, self._buffers)
 
-    def __deepcopy__(self, memo: Any) -> "FreePlanner":
-        return FreePlanner()
+    def write(self, *_: Any, **__: Any) -> None:
+        raise TypeError("free plans cannot be kept")
+
+    def comparisons(self, cells: Cells, remove: int) -> int:
+        return 0
+
+    def launches(self, cells: Cells) -> int:
+        return 0

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import nn
 
 import tomesd
 
-from ..hosts import find_modules
-from ..patch import patch_of, role_of
-from ..policy import current_frame
-from ..roles import Block
+from ..hosts import find_models, find_modules
+from ..patch import patch_of
+from ..plan import MergePlan
 from ..settings import Settings
-from ..shared import Patch
+from ..state import Scope
 from .loading import denoiser
 
 
@@ -26,7 +26,7 @@ class MergeMap:
     """The slots of one image's tokens in one block at one step."""
 
     layer: str
-    """Name of the layer it was recorded at."""
+    """Name of the block it was recorded at."""
     timestep: float
     downsample: int
     slot: NDArray[np.int64]
@@ -41,7 +41,7 @@ class MergeMap:
 
 @contextmanager
 def record_maps(model: Any) -> Iterator[list[MergeMap]]:
-    """Collects the map of every merged self-attention that runs inside the `with` block.
+    """Collects the map of every merged block, or run of blocks, inside the `with` block.
 
     Of a batch, it is that of the last item, which is conditional under guidance.
 
@@ -49,38 +49,34 @@ def record_maps(model: Any) -> Iterator[list[MergeMap]]:
         model: as in `apply_patch`, and patched.
     """
     maps: list[MergeMap] = []
+    names = {
+        id(module): f"{part_name}.{name}"
+        for part_name, part in find_modules(model).items()
+        for name, module in part.named_modules()
+    }
 
-    def recorder(name: str, patch: Patch) -> Any:
-        def record(*_: Any) -> None:
-            frame = current_frame(patch)
-            plan = frame.plans.get("attn") if frame is not None else None
-            if frame is None or plan is None or frame.grid is None:
-                return
-            h, w = frame.grid
-            time = frame.call.timestep
-            maps.append(
-                MergeMap(
-                    layer=name,
-                    timestep=0.0 if time is None else float(time.flatten()[-1]),
-                    downsample=frame.level,
-                    slot=plan.slot[-1].reshape(h, w).cpu().numpy(),
-                )
+    def record(scope: Scope, block: nn.Module, plan: MergePlan) -> None:
+        frames, h, w = scope.grid
+        time = scope.call.timestep
+        maps.append(
+            MergeMap(
+                layer=names[id(block)],
+                timestep=0.0 if time is None else float(time.flatten()[-1]),
+                downsample=scope.decision.level if scope.decision is not None else 1,
+                slot=plan.slot[-1, : frames * h * w].reshape(frames * h, w).cpu().numpy(),
             )
+        )
 
-        return record
-
-    handles = []
-    for part_name, part in find_modules(model).items():
-        for name, module in part.named_modules():
-            patch, attention = patch_of(module), getattr(module, "attn1", None)
-            if isinstance(role_of(module), Block) and patch is not None and attention is not None:
-                record = recorder(f"{part_name}.{name}.attn1", patch)
-                handles.append(attention.register_forward_pre_hook(record))
+    patches = [patch_of(part.module) for part in find_models(model)]
+    for patch in patches:
+        if patch is not None:
+            patch.observer = record
     try:
         yield maps
     finally:
-        for handle in handles:
-            handle.remove()
+        for patch in patches:
+            if patch is not None:
+                patch.observer = None
 
 
 @torch.no_grad()

@@ -329,6 +329,7 @@ def score_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return merging_pays(*args, **options)
 
     monkeypatch.setattr(policy, "merging_pays", record)
+    policy._pays.cache_clear()
     return told
 
 

@@ -8,7 +8,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-__all__ = ["Kept"]
+__all__ = ["MOST", "Kept"]
+
+MOST = 1024
+"""Tensors that a thread keeps; of more, those go that were not used for longest."""
 
 _all_kept: "WeakValueDictionary[str, Kept]" = WeakValueDictionary()
 
@@ -18,6 +21,8 @@ class Kept:
 
     def __init__(self) -> None:
         self.local = threading.local()
+        self.captured: list[Tensor] = []
+        """What CUDA graphs write to, which must stay as long as they may be replayed."""
         self.name = uuid.uuid4().hex
         _all_kept[self.name] = self
 
@@ -49,14 +54,21 @@ def _allocate(
     device: torch.device,
     fill: float,
 ) -> None:
-    tensors = _all_kept[kept].local
-    if not hasattr(tensors, name):
+    owner = _all_kept[kept]
+    tensors = vars(owner.local)
+    tensor = tensors.pop(name, None)
+    if tensor is None:
         with torch.inference_mode(False):  # what inference mode makes can only be used there
-            setattr(tensors, name, torch.full(shape, fill, dtype=dtype, device=device))
+            tensor = torch.full(shape, fill, dtype=dtype, device=device)
+    tensors[name] = tensor  # behind those that were used less lately
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        owner.captured.append(tensor)
+    for oldest in list(tensors)[: max(0, len(tensors) - MOST)]:
+        del tensors[oldest]
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         # Lets a compiled model replay CUDA graphs that write to it.
-        compiler.mark_static_address(getattr(tensors, name))
+        compiler.mark_static_address(tensor)
 
 
 # Constant to the compiler, so that it runs when the model is traced. Such functions take constants

@@ -14,7 +14,14 @@ from .plan import MergePlan, join
 from .state import Call, Patch, Scope, Segment
 from .volume import plan_tokens
 
-__all__ = ["find_plan", "make_plan", "note_guidance", "note_output", "recall_guidance"]
+__all__ = [
+    "find_plan",
+    "load_kernels",
+    "make_plan",
+    "note_guidance",
+    "note_output",
+    "recall_guidance",
+]
 
 
 def find_plan(
@@ -178,6 +185,27 @@ def _mask(scope: Scope, x: Tensor) -> Tensor | None:
         mask = most_guided(difference, grid[1:], settings.protect_share) & same_image
     call.masks.append((grid, mask))
     return mask
+
+
+def load_kernels(scope: Scope, features: Tensor, channels: int) -> None:
+    """Merges some tokens once, where eager mode leaves them alone but a CUDA graph would not.
+
+    No kernel can be loaded while a graph is captured.
+
+    Args:
+        features: `[B, C, H, W]`, on a GPU.
+    """
+    assert scope.decision is not None
+    patch, tokens = scope.patch, scope.decision.tokens
+    shape = (features.shape[0], tokens, channels)
+    if torch.compiler.is_compiling() or (shape, features.dtype) in patch.loaded:
+        return
+    patch.loaded.append((shape, features.dtype))
+    x = features.new_zeros(shape)
+    for segments in scope.decision.segments.values():
+        plan = make_plan(scope, nn.Identity(), x, segments)
+        merged = plan.merge(x)
+        plan.restore(x, plan.merge(plan.unmerge(merged)), merged)
 
 
 def note_output(call: Call, place: str, output: Any) -> None:

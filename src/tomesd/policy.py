@@ -94,7 +94,7 @@ def decide_layout(call: Call, layout: Layout, work: Work) -> Decision:
 
 
 def _decide(call: Call, decision: Decision, work: Work) -> Decision:
-    """Drops what merges nothing or does not pay, and notes the decision."""
+    """Drops what removes nothing, finds out whether the rest pays, and notes the decision."""
     settings = call.settings
     decision.level = level_of(call.size, decision.grid[1:])
     decision.number = len(call.decisions)
@@ -106,8 +106,6 @@ def _decide(call: Call, decision: Decision, work: Work) -> Decision:
     call.decisions.append(decision)
     if decision.segments and settings.when == "if_faster":
         decision.left_alone = _reason_to_leave(settings, decision, work)
-        if decision.left_alone != "":
-            decision.segments = {}
     return decision
 
 

@@ -9,6 +9,7 @@ can be kept and entered again later, which is what gradient checkpointing needs.
 import threading
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -71,6 +72,8 @@ class Patch:
     kept: Kept = field(default_factory=Kept)
     decisions: "tuple[Decision, ...]" = ()
     """Of the last call."""
+    loaded: "deque[Any]" = field(default_factory=lambda: deque(maxlen=64))
+    """Shapes of tokens that kernels have been loaded for ahead of time."""
     warned: set[str] = field(default_factory=set)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     """By which functions find it that are constant to the compiler, and take constants alone."""
@@ -117,6 +120,11 @@ def _ratio_at(name: str, timestep: Any) -> str:
 # The compiler does not look into it, and compiles what follows for each ratio, which comes as a
 # word because numbers that change would become variables. This is torch.compiler.disable.
 _ratio_at._torchdynamo_disable = True  # type: ignore[attr-defined]
+_ratio_at._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "how many tokens tomesd merges depends on the timestep (schedule, start, end, tau), which no "
+    "graph can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
+    "torch.compile"
+)
 
 
 @dataclass(frozen=True)
@@ -144,8 +152,8 @@ class Decision:
     tokens: int
     """Image tokens: those of the grid, and of references."""
     segments: dict[tuple[str, ...], tuple[Segment, ...]] = field(default_factory=dict)
-    """What they are made of and how many go, by the kinds of layers that have a plan in common.
-    Empty: nothing merges."""
+    """What they are made of and how many can go, by the kinds of layers that have a plan in
+    common."""
     left_alone: LeftAlone = ""
     """Why nothing merges, although something could."""
     level: int = 1
@@ -158,10 +166,15 @@ class Decision:
     """Blocks or regions that have begun to merge."""
 
     @property
+    def merges(self) -> bool:
+        return len(self.segments) > 0 and self.left_alone == ""
+
+    @property
     def remove(self) -> int:
         """The most tokens that any layer removes."""
-        # The compiler knows no default of max.
-        return max([0, *[tokens_removed(parts) for parts in self.segments.values()]])
+        if not self.merges:
+            return 0
+        return max([tokens_removed(parts) for parts in self.segments.values()])
 
 
 def tokens_removed(segments: tuple[Segment, ...]) -> int:
@@ -266,7 +279,7 @@ def is_idle(patch: Patch) -> bool:
     scope = _thread.scope
     if scope is None or scope.decision is None:
         return False
-    return not scope.decision.segments and scope.call.patch is patch
+    return not scope.decision.merges and scope.call.patch is patch
 
 
 def run_inside(scope: Scope | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -105,9 +105,8 @@ def prepare(subject: Subject, case: Case, contender: Contender) -> Prepared:
     prepared = Prepared(call, device, probe.peak_mib(call))
     patch = patch_of(model)
     if case.mode == EAGER and patch is not None:
-        prepared.left_alone = any(d.left_alone for d in patch.decisions) and not any(
-            d.segments for d in patch.decisions
-        )
+        merged = any(decision.merges for decision in patch.decisions)
+        prepared.left_alone = not merged and any(d.left_alone for d in patch.decisions)
     if case.mode == GRAPH:
         _load_kernels(subject, case, contender)
         assert isinstance(call, Step)

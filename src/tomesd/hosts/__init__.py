@@ -33,6 +33,8 @@ class FoundModel:
     """Whether `module` receives the timestep."""
     row: Transformer | None = None
     """Of a diffusion transformer: what the table says about it."""
+    wrapper: nn.Module | None = None
+    """What `torch.compile` made of it. As the root, it reads what no graph can read."""
 
     def settings(self, asked: Settings) -> Settings:
         """The settings with what is best for this kind of model where nothing was given.
@@ -54,12 +56,13 @@ class FoundModel:
     def sites(self, settings: Settings) -> list[Site]:
         """What to patch, and in which role. A module with two roles appears twice, inner first."""
         if self.row is not None:
-            return list(transformers.sites(self.module, self.row, settings))
+            sites = list(transformers.sites(self.module, self.row, settings))
+            root = sites[-1][1]
+            return sites if self.wrapper is None else [*sites, (self.wrapper, root)]
         if unets.BLOCK in class_names(self.module):
             return list(unets.block_sites(self.module, settings))
-        sites: list[Site] = list(unets.stack_sites(self.module, settings))
-        root = unets.root_role(self.module) if self.rooted else None
-        return [*sites, (self.module, root)] if root is not None else sites
+        sites = list(unets.stack_sites(self.module, settings))
+        return [*sites, (self.module, unets.root_role(self.module))] if self.rooted else sites
 
     @property
     def blocks(self) -> int:
@@ -100,24 +103,32 @@ def find_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def _models(name: str, module: nn.Module) -> Iterator[FoundModel]:
-    row = find_row(module)
+    compiled = getattr(module, "_orig_mod", None) if _is_compiled(module) else None
+    row = find_row(module if compiled is None else compiled)
     if row is not None:
         if row.reason:
             raise UnsupportedModelError(f"tomesd cannot merge tokens in {row.name}: {row.reason}")
-        yield FoundModel(name, module, True, row)
+        if compiled is not None:
+            yield FoundModel(name, compiled, True, row, module)
+        else:
+            yield FoundModel(name, module, True, row)
         return
     if unets.BLOCK in class_names(module):
         yield FoundModel(name, module, False)
         return
     if not any(unets.is_stack(m) or find_row(m) is not None for m in module.modules()):
         return
-    if unets.root_role(module) is not None and not _holds_transformer(module):
+    if unets.is_root(module) and not _holds_transformer(module):
         yield FoundModel(name, module, True)
     elif unets.is_stack(module):
         yield FoundModel(name, module, False)
     else:  # a wrapper: the model is further in
         for child_name, child in module.named_children():
             yield from _models(f"{name}.{child_name}", child)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "OptimizedModule" in class_names(module)
 
 
 def _holds_transformer(module: nn.Module) -> bool:

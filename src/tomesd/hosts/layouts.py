@@ -147,13 +147,21 @@ def from_ids(module: Any, given: Given) -> Layout:
     Reading them makes the host wait for the device, so what was read is kept while the tensor
     lives; pipelines give the same one at every step.
     """
-    ids = given["img_ids"]
-    if ids.ndim == 3:
-        ids = ids[0]
+    return _layout_of(given["img_ids"])
+
+
+def _layout_of(ids: Tensor) -> Layout:
     if ids not in _layouts:
-        _layouts[ids] = _read_ids(ids)
+        _layouts[ids] = _read_ids(ids if ids.ndim == 2 else ids[0])
     return _layouts[ids]
 
+
+# This is torch.compiler.disable.
+_layout_of._torchdynamo_disable = True  # type: ignore[attr-defined]
+_layout_of._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "where tokens are in the image is in img_ids, which no graph can read. Compile in place, "
+    "model.compile(fullgraph=True), or call apply_patch after torch.compile"
+)
 
 _layouts: Any = WeakTensorKeyDictionary()
 

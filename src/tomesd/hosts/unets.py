@@ -15,7 +15,16 @@ from ..regions import Block, Layer, Member, Projection, Role, Stack, Tokens, UNe
 from ..settings import Settings
 from .names import class_names, parameters
 
-__all__ = ["BLOCK", "DEFAULTS", "NAMES", "block_sites", "is_stack", "root_role", "stack_sites"]
+__all__ = [
+    "BLOCK",
+    "DEFAULTS",
+    "NAMES",
+    "block_sites",
+    "is_root",
+    "is_stack",
+    "root_role",
+    "stack_sites",
+]
 
 NAMES = (
     "Diffusers (Stable Diffusion 1, 2, XL and others with a UNet2DConditionModel, their "
@@ -67,11 +76,14 @@ def is_stack(module: nn.Module) -> bool:
     return any(name in _STACKS for name in class_names(module))
 
 
-def root_role(module: nn.Module) -> UNetRoot | None:
-    """The role of a model that receives the timestep; None if it does not."""
+def is_root(module: nn.Module) -> bool:
+    """Whether a model receives the timestep."""
+    return any(name in _TIMESTEPS for name in parameters(module))
+
+
+def root_role(module: nn.Module) -> UNetRoot:
     names = parameters(module)
-    time = next((name for name in names if name in _TIMESTEPS), None)
-    return None if time is None else UNetRoot(tuple(names), time)
+    return UNetRoot(tuple(names), next(name for name in names if name in _TIMESTEPS))
 
 
 def stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:

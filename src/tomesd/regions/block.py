@@ -58,7 +58,7 @@ class Block(_AnyBlock):
         x = self.tokens.take(args, kwargs)
         scope = self.scope_at(module, patch, x)
         assert scope.decision is not None
-        if not scope.decision.segments:
+        if not scope.decision.merges:
             return inner(*args, **kwargs)
         reason = self.reason_to_skip(scope, x, None)
         if reason:
@@ -92,7 +92,7 @@ class Member(_AnyBlock):
             scope.region = None
             return self._close(scope, region, output)
         assert scope.decision is not None
-        if not scope.decision.segments:
+        if not scope.decision.merges:
             return inner(*args, **kwargs)
         reason = self.reason_to_skip(scope, x, self.tokens.given_refused(args, kwargs))
         if reason:

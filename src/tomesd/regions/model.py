@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning import note_guidance, recall_guidance
+from ..planning import load_kernels, note_guidance, recall_guidance
 from ..policy import Layout, Work, decide, decide_layout, explain_nothing
 from ..state import Call, Patch, Scope, current_scope, refuse_outside, run_inside
 from .role import Inner, Role
@@ -171,6 +171,8 @@ class Stack(Role):
             score_heads(blocks[0], self.attention, self.unfused),
         )
         decision = decide(scope.call, (1, h, w), work)
+        if decision.left_alone == "pays in CUDA graphs only" and features.is_cuda:
+            load_kernels(Scope(scope.call, decision), features, work.channels)
         return run_inside(Scope(scope.call, decision), inner, *args, **kwargs)
 
 

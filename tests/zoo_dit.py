@@ -15,6 +15,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models import embeddings
 from torch import Tensor, nn
 from zoo_diffusers import TEXT, noise
 
@@ -349,6 +350,8 @@ COGVIDEOX: dict[str, Any] = {
     "sample_frames": 9,
     "max_text_seq_length": 7,
 }
+COGVIDEOX_5B = COGVIDEOX | {"use_rotary_positional_embeddings": True}
+COGVIDEOX_15 = COGVIDEOX_5B | {"patch_size_t": 2, "patch_bias": False, "ofs_embed_dim": 16}
 LTX: dict[str, Any] = {
     "in_channels": 8,
     "out_channels": 8,
@@ -584,6 +587,45 @@ KANDINSKY5: dict[str, Any] = {
 }
 
 
+def _cogvideox_rope(config: dict[str, Any]) -> Change:
+    """(cos, sin), each [tokens, head width], that the pipeline makes."""
+
+    def change(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+        grid = (height // 2, width // 2)
+        rope = embeddings.get_3d_rotary_pos_embed(
+            embed_dim=config["attention_head_dim"],
+            crops_coords=None,
+            grid_size=grid,
+            temporal_size=-(-frames // config.get("patch_size_t", 1)),
+            grid_type="slice",
+            max_size=grid,
+        )
+        return inputs | {"image_rotary_emb": rope}
+
+    return change
+
+
+def _hunyuan_dit_rope(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    grid = (height // 2, width // 2)
+    rope = embeddings.get_2d_rotary_pos_embed(
+        HUNYUAN_DIT["attention_head_dim"], ((0, 0), grid), grid, output_type="pt"
+    )
+    return inputs | {"image_rotary_emb": rope}
+
+
+def _lumina_rope(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    rope = embeddings.get_2d_rotary_pos_embed_lumina(16, 384, 384)
+    return inputs | {"image_rotary_emb": rope}
+
+
+def _allegro_rope(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    grid = (height // 2, width // 2)
+    *tables, _, _, _ = embeddings.get_3d_rotary_pos_embed_allegro(
+        ALLEGRO["attention_head_dim"], ((0, 0), grid), grid, frames, (2.2, 2.0, 2.0)
+    )
+    return inputs | {"image_rotary_emb": (tuple(tables), inputs["image_rotary_emb"][1])}
+
+
 def _reference_flux3(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
     """A reference of 2 x 3 tokens in an argument of its own."""
     hidden, ids = inputs["hidden_states"], inputs["img_ids"]
@@ -593,6 +635,14 @@ def _reference_flux3(inputs: Inputs, height: int, width: int, frames: int) -> In
         "image_cond_hidden_states": hidden.new_zeros(len(hidden), 6, hidden.shape[2]),
         "image_cond_ids": more.to(ids),
     }
+
+
+def _second_text(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """A text of letters in the picture, shorter in the second item."""
+    batch = len(inputs["hidden_states"])
+    more = {"encoder_attention_mask_2": torch.ones(batch, 5, dtype=torch.bool)}
+    more = _uneven("encoder_attention_mask_2")(more, height, width, frames)
+    return inputs | more | {"encoder_hidden_states_2": torch.zeros(batch, 5, 24)}
 
 
 def _diffusion_forcing(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
@@ -703,7 +753,14 @@ DITS = {
         Dit("auraflow", "AuraFlowTransformer2DModel", AURA),
         Dit("hidream", "HiDreamImageTransformer2DModel", HIDREAM),
         Dit("hunyuan_image", "HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, size=(6, 4)),
-        Dit("hunyuan_dit", "HunyuanDiT2DModel", HUNYUAN_DIT),
+        Dit(
+            "hunyuan_image_ocr",
+            "HunyuanImageTransformer2DModel",
+            HUNYUAN_IMAGE | {"text_embed_2_dim": 24},
+            size=(6, 4),
+            change=_second_text,
+        ),
+        Dit("hunyuan_dit", "HunyuanDiT2DModel", HUNYUAN_DIT, change=_hunyuan_dit_rope),
         Dit("cogview3", "CogView3PlusTransformer2DModel", COGVIEW),
         Dit("cogview4", "CogView4Transformer2DModel", COGVIEW | {"rope_axes_dim": (16, 16)}),
         Dit("wan", "WanTransformer3DModel", WAN),
@@ -729,24 +786,19 @@ DITS = {
         Dit("framepack", "HunyuanVideoFramepackTransformer3DModel", FRAMEPACK, size=(8, 8)),
         Dit("hunyuan_video15", "HunyuanVideo15Transformer3DModel", HUNYUAN_15, size=(6, 4)),
         Dit("cogvideox_2b", _COGVIDEOX, COGVIDEOX),
-        Dit("cogvideox_5b", _COGVIDEOX, COGVIDEOX | {"use_rotary_positional_embeddings": True}),
+        Dit("cogvideox_5b", _COGVIDEOX, COGVIDEOX_5B, change=_cogvideox_rope(COGVIDEOX_5B)),
         Dit(
             "cogvideox_15",
             _COGVIDEOX,
-            COGVIDEOX
-            | {
-                "use_rotary_positional_embeddings": True,
-                "patch_size_t": 2,
-                "patch_bias": False,
-                "ofs_embed_dim": 16,
-            },
+            COGVIDEOX_15,
             frames=4,
+            change=_cogvideox_rope(COGVIDEOX_15),
         ),
         Dit("ltx", "LTXVideoTransformer3DModel", LTX, size=(6, 4)),
         Dit("ltx2", "LTX2VideoTransformer3DModel", LTX2, size=(6, 4)),
         Dit("ltx2_split", "LTX2VideoTransformer3DModel", LTX2 | {"rope_type": "split"}, (6, 4)),
         Dit("mochi", "MochiTransformer3DModel", MOCHI),
-        Dit("allegro", "AllegroTransformer3DModel", ALLEGRO),
+        Dit("allegro", "AllegroTransformer3DModel", ALLEGRO, change=_allegro_rope),
         Dit("easyanimate", "EasyAnimateTransformer3DModel", EASYANIMATE),
         Dit("latte", "LatteTransformer3DModel", LATTE, size=(8, 8)),
         Dit("flux3", "Flux3Transformer2DModel", FLUX3),
@@ -762,7 +814,7 @@ DITS = {
             change=_mask("encoder_attention_mask", "encoder_hidden_states"),
         ),
         Dit("nucleus", "NucleusMoEImageTransformer2DModel", NUCLEUS),
-        Dit("lumina_next", "LuminaNextDiT2DModel", LUMINA_NEXT),
+        Dit("lumina_next", "LuminaNextDiT2DModel", LUMINA_NEXT, change=_lumina_rope),
         Dit(
             "prx",
             "PRXTransformer2DModel",
@@ -778,7 +830,7 @@ DITS = {
         Dit("skyreels", "SkyReelsV2Transformer3DModel", WAN | {"inject_sample_info": True}),
         Dit("skyreels_df", "SkyReelsV2Transformer3DModel", WAN, change=_diffusion_forcing),
         Dit("chronoedit", "ChronoEditTransformer3DModel", WAN_I2V),
-        Dit("consisid", "ConsisIDTransformer3DModel", CONSISID),
+        Dit("consisid", "ConsisIDTransformer3DModel", CONSISID, change=_cogvideox_rope(CONSISID)),
         Dit("motif", "MotifVideoTransformer3DModel", MOTIF),
         Dit("cosmos", "CosmosTransformer3DModel", COSMOS),
         Dit("cosmos_v2w", "CosmosTransformer3DModel", COSMOS, change=_time_per_frame),

@@ -1,7 +1,6 @@
 """The tiny transformers of `zoo_dit` behave like models: what other tests take for granted."""
 
 import inspect
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -42,20 +41,27 @@ def test_every_part_of_the_input_shows_in_the_output(dit: Dit) -> None:
         assert (changed - output).std() > 0.005 * output.std(), name
 
 
-# Models that read what they compute: which expert a token goes to, whether there is a picture.
-READ_DATA = {"HiDreamImage", "NucleusMoEImage", "HunyuanVideo15"}
+def test_inputs_are_made_up_for_it(dit: Dit) -> None:
+    """With as much text as its pipeline gives."""
+    model = dit.build()
+    inputs = example_inputs(model, dit.size, 1, dit.frames)
+    assert inputs is not None
+    assert dit.run(model, inputs).isfinite().all()
 
 
-def test_inputs_are_made_up_for_it(dit: Dit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the length of text that its pipeline has, and where possible without any data."""
+# The first three compute with shapes only. The others read masks or positions. Not here: HiDream,
+# NucleusMoE and HunyuanVideo 1.5, which read what they compute and cannot run without data.
+@pytest.mark.parametrize(
+    "name", ["flux", "sd35", "wan", "lumina2", "mochi", "framepack", "glm_image", "omnigen"]
+)
+def test_the_inputs_will_do_for_a_run_on_shapes(name: str, monkeypatch: Any) -> None:
+    dit = DITS[name]
     model = dit.build()
     monkeypatch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 1 << 16)  # the masks are constants
-    data = dit.kind.split("Transformer")[0] in READ_DATA
-    with nullcontext() if data else fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
         inputs = example_inputs(model, dit.size, 2, dit.frames)
         assert inputs is not None
-        output = dit.run(model, inputs)
-    assert output.shape[0] == 2
+        assert len(dit.run(model, inputs)) == 2
 
 
 def test_inputs_have_the_precision_of_the_layers() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models import embeddings
 from torch import Tensor, nn
 from zoo_diffusers import TEXT, noise
 
@@ -33,7 +34,7 @@ UNIT_TIME = {
     "OvisImageTransformer2DModel", "LongCatImageTransformer2DModel", "Krea2Transformer2DModel",
     "NucleusMoEImageTransformer2DModel", "PRXTransformer2DModel", "OmniGenTransformer2DModel",
 }  # fmt: skip
-TIMES = ("timestep", "timesteps", "t", "sigma")
+TIMES = ("timestep", "timesteps", "t", "sigma", "audio_timestep")
 # Arguments without a batch axis: one for all items.
 SHARED = {
     "img_ids", "txt_ids", "image_rotary_emb", "ofs", "num_frames", "height", "width",
@@ -42,6 +43,8 @@ SHARED = {
     "enable_diffusion_forcing", "image_cond_ids", "padding_mask",
     "input_img_latents", "input_image_sizes", "cross_attention_kwargs",
 }  # fmt: skip
+# Arguments that are a list of one tensor [B, ...] per layer, not of one entry per item.
+LAYERS = {"text_encoder_layers", "id_vit_hidden"}
 # Arguments whose batch axis is not the first one.
 BATCH_AXIS = {"encoder_hidden_states_llama3": 1}
 
@@ -80,7 +83,7 @@ class Dit:
         size, frames = size or self.size, frames or self.frames
         plain = host_inputs.example_inputs(_shapes_of(self.name), size, batch, frames, TEXT)
         assert plain is not None, f"no inputs known for {self.kind}"
-        # Fewer tokens of audio and of a picture given as text than the models were trained with.
+        # Fewer tokens of a given picture than its encoder makes, which would outweigh the rest.
         if "image_embeds" in plain:
             plain["image_embeds"] = plain["image_embeds"][:, :TEXT]
         if self.change is not None:
@@ -88,7 +91,7 @@ class Dit:
         return {
             name: _timesteps(value) * (1 if self.kind in UNIT_TIME else 1000)
             if name in TIMES
-            else _filled(value, seed, salt, BATCH_AXIS.get(name, 0))
+            else _filled(value, seed, salt, BATCH_AXIS.get(name, 0), name in LAYERS)
             for salt, (name, value) in enumerate(plain.items())
         }
 
@@ -105,12 +108,14 @@ class Dit:
 
 def alone(inputs: Inputs, k: int) -> Inputs:
     """Item k of a batch of inputs, as a batch of one."""
-    return {name: _item(name, value, k) for name, value in inputs.items()}
+    shared = SHARED - {"position_ids"} if "input_ids" in inputs else SHARED  # OmniGen: [B, S]
+    return {
+        name: value if name in shared or value is None else _item(name, value, k)
+        for name, value in inputs.items()
+    }
 
 
 def _item(name: str, value: Any, k: int) -> Any:
-    if name in SHARED or value is None:
-        return value
     if isinstance(value, Tensor):
         return value.narrow(BATCH_AXIS.get(name, 0), k, 1)
     if isinstance(value, tuple) or name in LAYERS:  # tensors [B, ...], one per layer
@@ -118,19 +123,19 @@ def _item(name: str, value: Any, k: int) -> Any:
     return value[k : k + 1]  # a list of the items
 
 
-# Arguments that are a list of one tensor [B, ...] per layer, not of one entry per item.
-LAYERS = {"text_encoder_layers", "id_vit_hidden"}
+def _filled(value: Any, seed: int, salt: int, axis: int = 0, layers: bool = False) -> Any:
+    """Noise instead of the zeros in `value`, of each item's own along the batch axis.
 
-
-def _filled(value: Any, seed: int, salt: int, axis: int = 0) -> Any:
-    """Noise instead of the zeros in `value`, of items apart along the batch axis."""
+    A list holds one tensor per item, or if `layers` one tensor [B, ...] per layer.
+    """
     if isinstance(value, dict):
         return {name: _filled(inner, seed, salt + 100) for name, inner in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
-        if value[0].is_floating_point():
-            stacked = noise(len(value), *value[0].shape, seed=seed, salt=salt)
-            return list(stacked)
-        return value
+        if not value[0].is_floating_point():
+            return value
+        if layers:
+            return [_filled(part, seed, salt + 100 * k) for k, part in enumerate(value)]
+        return [noise(k + 1, *part.shape, seed=seed, salt=salt)[k] for k, part in enumerate(value)]
     if isinstance(value, Tensor) and value.is_floating_point():
         shape = value.movedim(axis, 0).shape
         return noise(*shape, seed=seed, salt=salt).movedim(0, axis)
@@ -138,9 +143,9 @@ def _filled(value: Any, seed: int, salt: int, axis: int = 0) -> Any:
 
 
 def _timesteps(value: Tensor) -> Tensor:
-    """0.3, 0.4, ... for the items."""
+    """0.3, 0.4, ... for the items; 0 where `value` is negative, which says: no noise here."""
     times = 0.3 + 0.1 * torch.arange(len(value), dtype=torch.float32)
-    return times.view(-1, *[1] * (value.ndim - 1)).expand(value.shape).clone()
+    return times.view(-1, *[1] * (value.ndim - 1)) * (value >= 0)
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: Any) -> Any:
@@ -186,6 +191,11 @@ FLUX: dict[str, Any] = {
 }
 FLUX_POOLED = FLUX | {"pooled_projection_dim": 24}
 FLUX2 = FLUX | {"axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16}
+CHROMA = FLUX | {
+    "approximator_num_channels": 8,
+    "approximator_hidden_dim": 16,
+    "approximator_layers": 1,
+}
 SD3: dict[str, Any] = {
     "sample_size": 16,
     "in_channels": 4,
@@ -349,6 +359,8 @@ COGVIDEOX: dict[str, Any] = {
     "sample_frames": 9,
     "max_text_seq_length": 7,
 }
+COGVIDEOX_5B = COGVIDEOX | {"use_rotary_positional_embeddings": True}
+COGVIDEOX_15 = COGVIDEOX_5B | {"patch_size_t": 2, "patch_bias": False, "ofs_embed_dim": 16}
 LTX: dict[str, Any] = {
     "in_channels": 8,
     "out_channels": 8,
@@ -584,6 +596,45 @@ KANDINSKY5: dict[str, Any] = {
 }
 
 
+def _cogvideox_rope(config: dict[str, Any]) -> Change:
+    """(cos, sin), each [tokens, head width], that the pipeline makes."""
+
+    def change(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+        grid = (height // 2, width // 2)
+        rope = embeddings.get_3d_rotary_pos_embed(
+            embed_dim=config["attention_head_dim"],
+            crops_coords=None,
+            grid_size=grid,
+            temporal_size=-(-frames // config.get("patch_size_t", 1)),
+            grid_type="slice",
+            max_size=grid,
+        )
+        return inputs | {"image_rotary_emb": rope}
+
+    return change
+
+
+def _hunyuan_dit_rope(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    grid = (height // 2, width // 2)
+    rope = embeddings.get_2d_rotary_pos_embed(
+        HUNYUAN_DIT["attention_head_dim"], ((0, 0), grid), grid, output_type="pt"
+    )
+    return inputs | {"image_rotary_emb": rope}
+
+
+def _lumina_rope(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    rope = embeddings.get_2d_rotary_pos_embed_lumina(16, 384, 384)
+    return inputs | {"image_rotary_emb": rope}
+
+
+def _allegro_rope(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    grid = (height // 2, width // 2)
+    *tables, _, _, _ = embeddings.get_3d_rotary_pos_embed_allegro(
+        ALLEGRO["attention_head_dim"], ((0, 0), grid), grid, frames, (2.2, 2.0, 2.0)
+    )
+    return inputs | {"image_rotary_emb": (tuple(tables), inputs["image_rotary_emb"][1])}
+
+
 def _reference_flux3(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
     """A reference of 2 x 3 tokens in an argument of its own."""
     hidden, ids = inputs["hidden_states"], inputs["img_ids"]
@@ -595,17 +646,34 @@ def _reference_flux3(inputs: Inputs, height: int, width: int, frames: int) -> In
     }
 
 
+def _second_text(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """A text of letters in the picture, shorter in the second item."""
+    batch = len(inputs["hidden_states"])
+    more = {"encoder_attention_mask_2": torch.ones(batch, 5, dtype=torch.bool)}
+    more = _uneven("encoder_attention_mask_2")(more, height, width, frames)
+    return inputs | more | {"encoder_hidden_states_2": torch.zeros(batch, 5, 24)}
+
+
 def _diffusion_forcing(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
     """A time per frame: [B, frames]."""
-    times = inputs["timestep"][:, None].expand(-1, frames)
+    times = _times(inputs["timestep"], 1, frames)
     return inputs | {"timestep": times, "enable_diffusion_forcing": True}
 
 
 def _time_per_frame(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
     """As Cosmos has it for video to world: [B, 1, frames, 1, 1]."""
-    return inputs | {
-        "timestep": inputs["timestep"].view(-1, 1, 1, 1, 1).expand(-1, 1, frames, 1, 1)
-    }
+    return inputs | {"timestep": _times(inputs["timestep"], 1, frames)[:, None, :, None, None]}
+
+
+def _long_caption(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """The second item has more caption than is filled up to 32 tokens."""
+    captions = inputs["cap_feats"]
+    more = [captions[0].new_zeros(40, captions[0].shape[1])] if len(captions) > 1 else []
+    return inputs | {"cap_feats": [captions[0], *more, *captions[2:]]}
+
+
+def _text_lengths(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    return inputs | {"text_lens": TEXT - torch.arange(len(inputs["text_lens"]))}
 
 
 def _mask(name: str, tokens: str) -> Change:
@@ -640,19 +708,33 @@ def _reference_qwen(inputs: Inputs, height: int, width: int, frames: int) -> Inp
     }
 
 
-def _time_per_token(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
-    """As the pipeline of Wan 2.2 5B gives it: [B, tokens]."""
-    tokens = frames * (height // 2) * (width // 2)
-    return inputs | {"timestep": inputs["timestep"][:, None].expand(-1, tokens)}
+def _times(time: Tensor, per_frame: int, frames: int) -> Tensor:
+    """[B, frames * per_frame]: the first frame is given, without noise."""
+    times = time[:, None].repeat(1, frames * per_frame)
+    times[:, :per_frame] = -1
+    return times
 
 
-def _uneven(name: str) -> Change:
-    """Texts of different lengths: item k hides its last k tokens."""
+def _time_per_token(patch: int) -> Change:
+    """As Wan 2.2 5B and LTX have it, when the first frame is given: [B, tokens]."""
+
+    def change(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+        time = inputs["timestep"]
+        tokens = (height // patch) * (width // patch)
+        given = {"audio_timestep": time} if "audio_hidden_states" in inputs else {}
+        return inputs | {"timestep": _times(time, tokens, frames)} | given
+
+    return change
+
+
+def _uneven(name: str, end: int | None = None) -> Change:
+    """Texts of different lengths: item k hides its last k tokens, those before `end`."""
 
     def change(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
         mask = inputs[name].clone()
+        stop = end or mask.shape[1]
         for k in range(len(mask)):
-            mask[k, mask.shape[1] - k :] = False
+            mask[k, stop - k : stop] = False
         return inputs | {name: mask}
 
     return change
@@ -671,12 +753,8 @@ DITS = {
         Dit(
             "chroma",
             "ChromaTransformer2DModel",
-            FLUX
-            | {
-                "approximator_num_channels": 8,
-                "approximator_hidden_dim": 16,
-                "approximator_layers": 1,
-            },
+            CHROMA,
+            change=_uneven("attention_mask", end=TEXT),
         ),
         Dit("sd3", "SD3Transformer2DModel", SD3),
         Dit(
@@ -685,6 +763,12 @@ DITS = {
             SD3 | {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)},
         ),
         Dit("qwen", "QwenImageTransformer2DModel", QWEN),
+        Dit(
+            "qwen_uneven",
+            "QwenImageTransformer2DModel",
+            QWEN,
+            change=_mask("encoder_hidden_states_mask", "encoder_hidden_states"),
+        ),
         Dit("qwen_edit", "QwenImageTransformer2DModel", QWEN, change=_reference_qwen),
         Dit(
             "qwen_edit_2511",
@@ -693,6 +777,7 @@ DITS = {
             change=_reference_qwen,
         ),
         Dit("zimage", "ZImageTransformer2DModel", ZIMAGE),
+        Dit("zimage_uneven", "ZImageTransformer2DModel", ZIMAGE, change=_long_caption),
         Dit("lumina2", "Lumina2Transformer2DModel", LUMINA2),
         Dit(
             "lumina2_uneven",
@@ -703,12 +788,19 @@ DITS = {
         Dit("auraflow", "AuraFlowTransformer2DModel", AURA),
         Dit("hidream", "HiDreamImageTransformer2DModel", HIDREAM),
         Dit("hunyuan_image", "HunyuanImageTransformer2DModel", HUNYUAN_IMAGE, size=(6, 4)),
-        Dit("hunyuan_dit", "HunyuanDiT2DModel", HUNYUAN_DIT),
+        Dit(
+            "hunyuan_image_ocr",
+            "HunyuanImageTransformer2DModel",
+            HUNYUAN_IMAGE | {"text_embed_2_dim": 24},
+            size=(6, 4),
+            change=_second_text,
+        ),
+        Dit("hunyuan_dit", "HunyuanDiT2DModel", HUNYUAN_DIT, change=_hunyuan_dit_rope),
         Dit("cogview3", "CogView3PlusTransformer2DModel", COGVIEW),
         Dit("cogview4", "CogView4Transformer2DModel", COGVIEW | {"rope_axes_dim": (16, 16)}),
         Dit("wan", "WanTransformer3DModel", WAN),
         Dit("wan_i2v", "WanTransformer3DModel", WAN_I2V),
-        Dit("wan_ti2v", "WanTransformer3DModel", WAN, change=_time_per_token),
+        Dit("wan_ti2v", "WanTransformer3DModel", WAN, change=_time_per_token(2)),
         Dit(
             "wan_vace",
             "WanVACETransformer3DModel",
@@ -729,24 +821,27 @@ DITS = {
         Dit("framepack", "HunyuanVideoFramepackTransformer3DModel", FRAMEPACK, size=(8, 8)),
         Dit("hunyuan_video15", "HunyuanVideo15Transformer3DModel", HUNYUAN_15, size=(6, 4)),
         Dit("cogvideox_2b", _COGVIDEOX, COGVIDEOX),
-        Dit("cogvideox_5b", _COGVIDEOX, COGVIDEOX | {"use_rotary_positional_embeddings": True}),
+        Dit("cogvideox_5b", _COGVIDEOX, COGVIDEOX_5B, change=_cogvideox_rope(COGVIDEOX_5B)),
         Dit(
             "cogvideox_15",
             _COGVIDEOX,
-            COGVIDEOX
-            | {
-                "use_rotary_positional_embeddings": True,
-                "patch_size_t": 2,
-                "patch_bias": False,
-                "ofs_embed_dim": 16,
-            },
+            COGVIDEOX_15,
             frames=4,
+            change=_cogvideox_rope(COGVIDEOX_15),
         ),
-        Dit("ltx", "LTXVideoTransformer3DModel", LTX, size=(6, 4)),
+        Dit(
+            "ltx",
+            "LTXVideoTransformer3DModel",
+            LTX,
+            size=(6, 4),
+            change=_uneven("encoder_attention_mask"),
+        ),
+        Dit("ltx_i2v", "LTXVideoTransformer3DModel", LTX, (6, 4), change=_time_per_token(1)),
+        Dit("ltx2_i2v", "LTX2VideoTransformer3DModel", LTX2, (6, 4), change=_time_per_token(1)),
         Dit("ltx2", "LTX2VideoTransformer3DModel", LTX2, size=(6, 4)),
         Dit("ltx2_split", "LTX2VideoTransformer3DModel", LTX2 | {"rope_type": "split"}, (6, 4)),
-        Dit("mochi", "MochiTransformer3DModel", MOCHI),
-        Dit("allegro", "AllegroTransformer3DModel", ALLEGRO),
+        Dit("mochi", "MochiTransformer3DModel", MOCHI, change=_uneven("encoder_attention_mask")),
+        Dit("allegro", "AllegroTransformer3DModel", ALLEGRO, change=_allegro_rope),
         Dit("easyanimate", "EasyAnimateTransformer3DModel", EASYANIMATE),
         Dit("latte", "LatteTransformer3DModel", LATTE, size=(8, 8)),
         Dit("flux3", "Flux3Transformer2DModel", FLUX3),
@@ -762,7 +857,7 @@ DITS = {
             change=_mask("encoder_attention_mask", "encoder_hidden_states"),
         ),
         Dit("nucleus", "NucleusMoEImageTransformer2DModel", NUCLEUS),
-        Dit("lumina_next", "LuminaNextDiT2DModel", LUMINA_NEXT),
+        Dit("lumina_next", "LuminaNextDiT2DModel", LUMINA_NEXT, change=_lumina_rope),
         Dit(
             "prx",
             "PRXTransformer2DModel",
@@ -770,7 +865,7 @@ DITS = {
             change=_mask("attention_mask", "encoder_hidden_states"),
         ),
         Dit("omnigen", "OmniGenTransformer2DModel", OMNIGEN),
-        Dit("ernie", "ErnieImageTransformer2DModel", ERNIE, size=(6, 4)),
+        Dit("ernie", "ErnieImageTransformer2DModel", ERNIE, size=(6, 4), change=_text_lengths),
         Dit("joyimage", "JoyImageEditTransformer3DModel", JOY),
         Dit("glm_image", "GlmImageTransformer2DModel", GLM),
         Dit("sana", "SanaTransformer2DModel", SANA, size=(6, 4)),
@@ -778,7 +873,7 @@ DITS = {
         Dit("skyreels", "SkyReelsV2Transformer3DModel", WAN | {"inject_sample_info": True}),
         Dit("skyreels_df", "SkyReelsV2Transformer3DModel", WAN, change=_diffusion_forcing),
         Dit("chronoedit", "ChronoEditTransformer3DModel", WAN_I2V),
-        Dit("consisid", "ConsisIDTransformer3DModel", CONSISID),
+        Dit("consisid", "ConsisIDTransformer3DModel", CONSISID, change=_cogvideox_rope(CONSISID)),
         Dit("motif", "MotifVideoTransformer3DModel", MOTIF),
         Dit("cosmos", "CosmosTransformer3DModel", COSMOS),
         Dit("cosmos_v2w", "CosmosTransformer3DModel", COSMOS, change=_time_per_frame),

@@ -32,7 +32,9 @@ def example_inputs(
     """Arguments for `module.forward` on a latent of `size`, or None if its class is not known.
 
     Tensors of floating point are zeros that stand for data, and may be filled with anything. What
-    has to be as it is, positions and masks, is of integers or booleans, or inside tuples.
+    has to be as it is, positions and masks, is of integers or booleans, or inside tuples. Masks and
+    positions are made by `torch.tensor`, so that under `FakeTensorMode` they are constants: there
+    are models that read them, to cut the text.
 
     Args:
         module: a UNet or transformer of diffusers, or a UNet of ldm.
@@ -53,7 +55,8 @@ def example_inputs(
 
 def _tensor(module: nn.Module, *shape: int) -> Tensor:
     like = next(p for p in module.parameters() if p.is_floating_point())
-    return torch.zeros(shape, device=like.device, dtype=like.dtype)
+    # Models of diffusers know better: a few of their parameters may stay in full precision.
+    return torch.zeros(shape, device=like.device, dtype=getattr(module, "dtype", like.dtype))
 
 
 def _steps(module: nn.Module, batch: int) -> Tensor:
@@ -202,13 +205,17 @@ class _Call:
         """Integers [B, ...]."""
         return _steps(self.module, self.batch).new_full((self.batch, *shape), value)
 
+    def known(self, values: Any) -> Tensor:
+        """A tensor whose values a model can read even when it runs on shapes without data."""
+        return torch.tensor(values, device=next(self.module.parameters()).device)
+
     def mask(self, tokens: int) -> Tensor:
         """A mask [B, tokens] that hides nothing."""
-        return self.whole(tokens, value=1).bool()
+        return self.known([[True] * tokens] * self.batch)
 
     def count(self, stop: int, start: int = 0) -> Tensor:
         """start ... stop - 1."""
-        return torch.arange(start, stop, device=self.whole().device)
+        return self.known(list(range(start, stop)))
 
     def picture(self, channels: int) -> Tensor:
         """[B, channels, height, width]."""
@@ -303,54 +310,30 @@ def _image_ids(call: _Call) -> Tensor:
     return ids.flatten(0, 1)
 
 
-def _cogvideox_rope(call: _Call) -> Any:
-    """(cos, sin), each [tokens, head width]."""
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+def _turns(call: _Call, tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [tokens, width], of rotary positions: all turns are by zero."""
+    zeros = _tensor(call.module, tokens, width).float()
+    return zeros.cos(), zeros
 
+
+def _cogvideox_rope(call: _Call) -> Any:
     if not call.use_rotary_positional_embeddings:
         return None
-    return get_3d_rotary_pos_embed(
-        embed_dim=call.attention_head_dim,
-        crops_coords=None,
-        grid_size=call.grid,
-        temporal_size=_frames_of_tokens(call),
-        grid_type="slice",
-        max_size=call.grid,
-        device=call.whole().device,
-    )
+    return _turns(call, _frames_of_tokens(call) * call.tokens, call.attention_head_dim)
 
 
-def _hunyuan_dit_rope(call: _Call) -> Any:
-    """(cos, sin), each [tokens, head width]."""
-    from diffusers.models.embeddings import get_2d_rotary_pos_embed
-
-    width, device = call.attention_head_dim, call.whole().device
-    region = ((0, 0), call.grid)
-    return get_2d_rotary_pos_embed(width, region, call.grid, device=device, output_type="pt")
-
-
-def _lumina_rope(call: _Call) -> Any:
-    """[384, 384, head width / 2], of which the model takes the rows and columns it has."""
-    from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
-
-    return get_2d_rotary_pos_embed_lumina(call.hidden_size // call.num_attention_heads, 384, 384)
+def _lumina_rope(call: _Call) -> Tensor:
+    """[384, 384, width], of which the model takes the rows and columns it has."""
+    cos, sin = _turns(call, 384 * 384, call.hidden_size // call.num_attention_heads // 2)
+    return torch.complex(cos, sin).view(384, 384, -1)
 
 
 def _allegro_rope(call: _Call) -> Any:
-    """Tables of (cos, sin) for time, rows and columns, and the positions [1, tokens] in each."""
-    from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
-
-    scales = ("interpolation_scale_t", "interpolation_scale_h", "interpolation_scale_w")
-    time, rows, columns, *axes = get_3d_rotary_pos_embed_allegro(
-        embed_dim=call.attention_head_dim,
-        crops_coords=((0, 0), call.grid),
-        grid_size=call.grid,
-        temporal_size=call.frames,
-        interpolation_scale=tuple(getattr(call, scale) for scale in scales),
-        device=call.whole().device,
-    )
-    positions = torch.cartesian_prod(*(axis.long() for axis in axes)).T
-    return (time, rows, columns), tuple(axis[None] for axis in positions)
+    """Tables for time, rows and columns, and the positions [1, tokens] in each."""
+    lengths = (call.frames, *call.grid)
+    tables = tuple(_turns(call, length, call.attention_head_dim // 3) for length in lengths)
+    positions = torch.cartesian_prod(*(call.count(length) for length in lengths))
+    return tables, tuple(axis[None] for axis in positions.T)
 
 
 def _omnigen_mask(call: _Call) -> Tensor:
@@ -420,7 +403,7 @@ _ARGUMENTS: dict[str, _Rule] = {
     ),
     "padding_mask": lambda c: c.picture(1)[:1] if c.concat_padding_mask else None,
     "prior_token_id": lambda c: c.whole(c.tokens),
-    "prior_token_drop": lambda c: c.whole().bool(),
+    "prior_token_drop": lambda c: c.known([False] * c.batch),
     "input_img_latents": lambda c: [],
     "input_image_sizes": lambda c: {},
     "audio_hidden_states": lambda c: c.tensor(_AUDIO_TOKENS, c.audio_in_channels),
@@ -521,7 +504,7 @@ _OWN: dict[str, dict[str, _Rule]] = {
         )
     },
     "HiDreamImageTransformer2DModel": {"img_ids": lambda c: None},  # made by the model
-    "HunyuanDiT2DModel": {"image_rotary_emb": _hunyuan_dit_rope},
+    "HunyuanDiT2DModel": {"image_rotary_emb": lambda c: _turns(c, c.tokens, c.attention_head_dim)},
     "HunyuanVideo15Transformer3DModel": {
         "encoder_hidden_states_2": lambda c: c.tensor(256, c.text_embed_2_dim),
         "encoder_attention_mask_2": lambda c: c.mask(256),

@@ -32,7 +32,7 @@ class Worker:
         # Each process compiles with few threads: there are many processes.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(1, context, _here.update, ({"turns": turns},))
+        self._pool = ProcessPoolExecutor(1, context, _start, (turns,))
         self._ready: Future[Row] = self._pool.submit(_prepare, case, variant)
 
     def row(self) -> Row:
@@ -48,6 +48,10 @@ class Worker:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+
+def _start(turns: Any) -> None:
+    _here["turns"] = turns
 
 
 def _prepare(case: Case, variant: Variant) -> Row:

@@ -11,7 +11,6 @@ from tomesd.bench.tables import (
     comparisons,
     duration,
     markdown,
-    milliseconds,
     percent,
     times,
     versions,
@@ -28,7 +27,6 @@ __all__ = [
     "Results",
     "Row",
     "Table",
-    "milliseconds",
     "pareto",
     "percent",
     "times",
@@ -49,7 +47,8 @@ class Table:
     def text(self, *, sources: bool) -> str:
         """In markdown, with a line on hardware, versions and commits if asked for."""
         table = markdown(self.header, self.lines)
-        return f"{table}\n\n{versions(self.rows)}." if sources and self.rows else table
+        rows = [*self.rows, *(row["timed"] for row in self.rows if "timed" in row)]
+        return f"{table}\n\n{versions(rows)}." if sources and rows else table
 
 
 class Results:
@@ -99,11 +98,11 @@ def same_settings(row: Row) -> str:
 
 def with_speed(row: Row, timed: dict[str, Row]) -> Row:
     """With the times of its settings, if they were measured apart from the images."""
-    if has(row, FUSED):
+    found = timed.get(same_settings(row))
+    if has(row, FUSED) or found is None:
         return row
-    times_of = timed.get(same_settings(row), {})
     kept = ("speedup", "step_ms_", "mib_")
-    return {**row, **{name: v for name, v in times_of.items() if name.startswith(kept)}}
+    return {**row, **{n: v for n, v in found.items() if n.startswith(kept)}, "timed": found}
 
 
 def has(row: Row, *names: str) -> bool:

@@ -104,3 +104,19 @@ def test_older_versions_of_triton_launch_by_themselves(
 
 def test_powers_of_2() -> None:
     assert [power_of_2(n) for n in (1, 2, 3, 48, 64, 65)] == [1, 2, 4, 64, 64, 128]
+
+
+def test_what_is_known_does_not_grow_forever(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_launch, "_MOST_KNOWN", 8)
+    monkeypatch.setattr(triton_launch, "_known", {})
+    x, y = torch.zeros(64), torch.zeros(64)
+    for number in range(50):
+        quickly(kernel)[(1,)](x, y, number, 16)
+        assert len(quickly(kernel)._compiled) <= 8
+    quickly(kernel)[(1,)](x, y, 49, 16)
+    assert len(kernel.made) == 50 and kernel.made[-1].launches
+    for other in [Kernel(kernel.fn) for _ in range(20)]:
+        quickly(other)
+        assert len(triton_launch._known) <= 8

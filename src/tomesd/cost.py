@@ -19,7 +19,8 @@ __all__ = ["Device", "Launcher", "find_launcher", "merging_pays"]
 _EFFICIENCY = 0.45
 _OPERATIONS_PER_BYTE = 120
 
-# Dense half-precision Tflop/s of a multiprocessor, by compute capability.
+# Dense half-precision Tflop/s of a multiprocessor, by compute capability. ROCm has numbers of its
+# own, in which (9, 0) is no Hopper.
 _TFLOPS_PER_MULTIPROCESSOR = {
     (7, 0): 1.6,
     (7, 5): 0.9,
@@ -30,6 +31,7 @@ _TFLOPS_PER_MULTIPROCESSOR = {
     (10, 0): 15.0,
     (12, 0): 1.2,
 }
+_TFLOPS_PER_ROCM_MULTIPROCESSOR = {(9, 0): 1.7, (9, 4): 4.3}  # MI200, MI300
 
 
 Launcher = Literal["eager", "compiled", "graph"]
@@ -76,7 +78,9 @@ _compiles_to_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _gpu_operations(index: int) -> float:
     """Operations per microsecond of a GPU."""
     properties = torch.cuda.get_device_properties(index)
-    per_unit = _TFLOPS_PER_MULTIPROCESSOR.get((properties.major, properties.minor), 1.0)
+    on_nvidia = torch.version.hip is None
+    known = _TFLOPS_PER_MULTIPROCESSOR if on_nvidia else _TFLOPS_PER_ROCM_MULTIPROCESSOR
+    per_unit = known.get((properties.major, properties.minor), 1.0)
     return _EFFICIENCY * per_unit * properties.multi_processor_count * 1e6
 
 

@@ -13,17 +13,13 @@ How a kernel is reached, from fast to slow:
   the operators `tomesd::match_tokens` and `tomesd::slot_mean`, which are opaque to PyTorch.
 """
 
-import functools
-import importlib.util
-import os
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
+from .backend import launch, load_fast, use_triton
 from .cells import Cells
 from .draw import Draw, draw_key, draw_offsets
 from .lists import Clock, Lists, list_members, renew
@@ -47,66 +43,10 @@ __all__ = [
     "use_triton",
 ]
 
-_TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def use_triton(backend: str, x: Tensor) -> bool:
-    """Whether the Triton kernels are to work on `x`.
-
-    Raises:
-        RuntimeError: `backend` is "triton", and they cannot.
-    """
-    # The interpreter, which runs the kernels on a CPU, is for those who ask for it: it is slow.
-    if backend == "reference" or (backend == "auto" and x.device.type == "cpu"):
-        return False
-    reason = _why_no_triton(x.device.type, x.dtype)
-    if reason and backend == "triton":
-        raise RuntimeError(f'backend="triton" cannot be used here: {reason}')
-    return reason is None
-
-
-@functools.cache
-def _find_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _has_triton() -> bool:
-    return _find_triton()
-
-
-# Constant to the compiler, which cannot trace the search for a package; see kept.py.
-_has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _why_no_triton(device: str, dtype: torch.dtype) -> str | None:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: runs on a CPU
-    if device != "cuda" and not (interpreted and device == "cpu"):
-        return f"it needs a CUDA or ROCm GPU, and the model is on {device}"
-    if dtype not in _TRITON_DTYPES:
-        return f"it knows float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
-    if not _has_triton():
-        return "the package triton is not installed"
-    return None
-
-
-# The kernels are imported when they are used: it takes a while.
-@functools.cache
-def _triton_matching() -> ModuleType:
-    from . import triton_matching
-
-    return triton_matching
-
-
-@functools.cache
-def _triton_merging() -> ModuleType:
-    from . import triton_merging
-
-    return triton_merging
-
 
 def _define_triton_operators() -> bool:
     """Sees to it that `torch.ops.tomesd` has the operators that end in `_triton`."""
-    return bool(_triton_matching() and _triton_merging())
+    return bool(load_fast())
 
 
 # The compiler cannot trace an import, but calls this one.
@@ -122,14 +62,6 @@ def _is_launched_here(x: Tensor) -> bool:
     """Whether a kernel may be launched right away, past PyTorch's dispatcher, which takes longer
     than many kernels: nothing traces."""
     return not torch.compiler.is_compiling() and type(x) is Tensor
-
-
-def _launch(function: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
-    # Triton launches on the current device, which need not be that of the model.
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return function(x, *rest)
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        return function(x, *rest)
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
@@ -159,7 +91,7 @@ def match_tokens(
         triton: as `use_triton` says.
     """
     if triton and _is_launched_here(metric):
-        _launch(_triton_matching().match_tokens, metric, cells, remove, lists, draw, clock)
+        launch(load_fast().match_tokens, metric, cells, remove, lists, draw, clock)
     elif triton and _is_launched_by_compiler(metric):
         torch.ops.tomesd.match_tokens_triton(*flatten(metric, cells, remove, lists, draw, clock))
     else:
@@ -168,7 +100,7 @@ def match_tokens(
 
 def _match_by(metric: Tensor, *rest: Any) -> None:
     *plan, triton = rest
-    _launch((_triton_matching() if triton else reference).match_tokens, metric, *plan)
+    launch((load_fast() if triton else reference).match_tokens, metric, *plan)
 
 
 _match_tokens = opaque_operator("match_tokens", _match_by)
@@ -176,7 +108,7 @@ _match_tokens = opaque_operator("match_tokens", _match_by)
 
 @torch.library.custom_op("tomesd::slot_mean", mutates_args=())
 def _slot_mean(x: Tensor, slot: Tensor, order: Tensor, span: Tensor) -> Tensor:
-    mean: Tensor = _launch(_triton_merging().slot_mean, x, Lists(slot, order, span))
+    mean: Tensor = launch(load_fast().slot_mean, x, Lists(slot, order, span))
     return mean
 
 
@@ -204,7 +136,7 @@ def slot_mean(x: Tensor, lists: Lists, triton: bool = False) -> Tensor:
     if not triton:
         return reference.slot_mean(x, lists)
     if _is_launched_here(x) and not _wants_gradient(x):
-        mean: Tensor = _launch(_triton_merging().slot_mean, x, lists)
+        mean: Tensor = launch(load_fast().slot_mean, x, lists)
         return mean
     if _is_launched_by_compiler(x):
         compiled: Tensor = torch.ops.tomesd.slot_mean_triton(x, *lists)
@@ -215,7 +147,7 @@ def slot_mean(x: Tensor, lists: Lists, triton: bool = False) -> Tensor:
 def slot_gather(y: Tensor, slot: Tensor, triton: bool = False) -> Tensor:
     """Each token's slot row: `[B, M, C]` and `[B, N]` to `[B, N, C]`."""
     if triton and _is_launched_here(y) and not _wants_gradient(y):
-        rows: Tensor = _launch(_triton_merging().slot_gather, y, slot)
+        rows: Tensor = launch(load_fast().slot_gather, y, slot)
         return rows
     return reference.slot_gather(y, slot)
 
@@ -237,6 +169,6 @@ def slot_restore(
     """
     same = x.dtype == y.dtype == merged.dtype  # otherwise the result has a dtype of its own
     if triton and same and _is_launched_here(x) and not _wants_gradient(x, y, merged):
-        restored: Tensor = _launch(_triton_merging().slot_restore, x, y, merged, slot)
+        restored: Tensor = launch(load_fast().slot_restore, x, y, merged, slot)
         return restored
     return reference.slot_restore(x, y, merged, slot)

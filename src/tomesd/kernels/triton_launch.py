@@ -39,11 +39,20 @@ def quickly(kernel: Any) -> Any:
     found = _known.get(id(kernel))
     if found is None:
         compiles = isinstance(kernel, triton.JITFunction) and _LAUNCHES_COMPILED
-        found = _known[id(kernel)] = _Quick(kernel) if compiles else kernel
+        found = _Quick(kernel) if compiles else kernel
+        _note(_known, id(kernel), found)
     return found
 
 
 _known: dict[int, Any] = {}  # by id: to hash a kernel is to hash its code
+_MOST_KNOWN = 1024  # sizes of images, say, that a server is asked for
+
+
+def _note(known: dict[Any, Any], key: Any, found: Any) -> None:
+    """Adds to what is known, which does not grow forever: Triton finds it again, if more slowly."""
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    known[key] = found
 
 
 class _Quick:
@@ -74,6 +83,6 @@ class _Quick:
         )
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = self._kernel[grid](*args, **kwargs)
+            _note(self._compiled, key, self._kernel[grid](*args, **kwargs))
         else:
             compiled[(*grid, 1, 1)[:3]](*values)

@@ -9,6 +9,7 @@ two.
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, allow-untyped-calls
 # ruff: noqa: SIM102
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -210,7 +211,7 @@ def search(
         wrap_triton(_best_in_window)[(windows, batch)](
             **common,
             **window_tile(window),
-            precision="tf32x3" if wide else "ieee",
+            precision=_precision(metric),
             BLOCK_C=64 if wide else 128,
         )
         return score, match
@@ -229,16 +230,26 @@ def _tiles(metric: Tensor, destinations: int) -> dict[str, Any]:
     """Tiles of `_best_match`: by measurement, the largest that fit and are not mostly empty."""
     wide = metric.dtype == torch.float32
     tiles: dict[str, Any] = {
-        "precision": "tf32x3" if wide else "ieee",
+        "precision": _precision(metric),
         "BLOCK_C": 32 if wide else 64,
         "num_stages": 3,
     }
     if destinations <= 32:
         return tiles | {"BLOCK_S": 64, "BLOCK_D": 16 if destinations <= 16 else 32, "num_warps": 4}
-    large_memory = metric.is_cuda and torch.cuda.get_device_capability(metric.device) in (
-        (8, 0),
-        (9, 0),
-    )
-    if large_memory and not wide:
+    if not wide and _shared_memory(metric.device) >= 160 * 1024:
         return tiles | {"BLOCK_S": 128, "BLOCK_D": 256, "num_warps": 8}
     return tiles | {"BLOCK_S": 128, "BLOCK_D": 128, "num_warps": 8 if wide else 4}
+
+
+def _precision(metric: Tensor) -> str:
+    """How matrices are multiplied: as precisely as the dtype is."""
+    on_nvidia = torch.version.hip is None  # others have no tf32 that three of them would make up
+    return "tf32x3" if metric.dtype == torch.float32 and on_nvidia else "ieee"
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have on a GPU."""
+    if device.type != "cuda":
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)

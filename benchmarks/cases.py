@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tomesd import Settings
-from tomesd.bench import Case, Variant
+from tomesd.bench import Case, Contender
 from tomesd.presets import PRESETS
 
 __all__ = ["CASES"]
@@ -55,16 +55,16 @@ EIGHT = (
 )
 
 
-def half(model: str, side: int, variants: Iterable[Variant], **more: Any) -> Case:
+def half(model: str, side: int, variants: Iterable[Contender], **more: Any) -> Case:
     """Square images in half precision, with fused attention unless said."""
     options = {"dtype": "float16", "attention": "sdpa", "device": "cuda", **more}
     return Case(model, side, side, tuple(variants), **options)
 
 
-def the_original(merge: Settings, folder: str | None, mode: str = "eager") -> list[Variant]:
+def the_original(merge: Settings, folder: str | None, mode: str = "eager") -> list[Contender]:
     """tomesd 0.1.3 if there is a folder of it. It cannot draw random numbers in a CUDA graph."""
     settings = replace(merge, use_rand=mode != "graph")
-    return [] if folder is None else [Variant("original", settings, folder=folder)]
+    return [] if folder is None else [Contender("original", settings, folder=folder)]
 
 
 def eight(mode: str) -> Callable[[str | None], list[Case]]:
@@ -76,11 +76,11 @@ def eight(mode: str) -> Callable[[str | None], list[Case]]:
             merge = one.merge
             kept = replace(merge, share="steps", refresh=FOR_THE_IMAGE)
             variants = [
-                Variant("unpatched"),
+                Contender("unpatched"),
                 *the_original(merge, original, mode),
-                Variant("free", merge),
-                Variant("tomesd", kept, "plan kept"),
-                Variant("tomesd", replace(merge, share="level"), "plan every step"),
+                Contender("free", merge),
+                Contender("tomesd", kept, "plan kept"),
+                Contender("tomesd", replace(merge, share="level"), "plan every step"),
                 *merged(one),
             ]
             names = {"images": one.images, "section": mode, "setting": one.name}
@@ -90,9 +90,9 @@ def eight(mode: str) -> Callable[[str | None], list[Case]]:
     return cases
 
 
-def merged(one: Setting) -> list[Variant]:
-    every_block = Variant("tomesd", one.merge, "plan every block")
-    stacks = Variant("tomesd", replace(one.merge, target="stack"), "whole stacks")
+def merged(one: Setting) -> list[Contender]:
+    every_block = Contender("tomesd", one.merge, "plan every block")
+    stacks = Contender("tomesd", replace(one.merge, target="stack"), "whole stacks")
     return [every_block, stacks] if one.all_layers else [every_block]
 
 
@@ -102,8 +102,8 @@ def compiled(mode: str) -> Callable[[str | None], list[Case]]:
     def cases(_: str | None) -> list[Case]:
         found = []
         for one in EIGHT:
-            if_faster = Variant("tomesd", replace(one.merge, when="if_faster"), "if faster")
-            variants = [Variant("unpatched"), *merged(one), if_faster]
+            if_faster = Contender("tomesd", replace(one.merge, when="if_faster"), "if faster")
+            variants = [Contender("unpatched"), *merged(one), if_faster]
             names = {"images": one.images, "section": "compile", "setting": one.name}
             found.append(half(one.model, one.side, variants, mode=mode, **names))
         return found
@@ -113,17 +113,17 @@ def compiled(mode: str) -> Callable[[str | None], list[Case]]:
 
 def paper(original: str | None) -> list[Case]:
     """SD 1.5 at 512 px with attention that is not fused, ratio 10 to 60 %."""
-    variants = [Variant("unpatched")]
+    variants = [Contender("unpatched")]
     for tenths in range(1, 7):
         merge = replace(DEFAULT, ratio=tenths / 10)
-        variants += [Variant("tomesd", merge), *the_original(merge, original)]
+        variants += [Contender("tomesd", merge), *the_original(merge, original)]
     names = {"section": "paper", "setting": "SD1.5 512 px, unfused attention"}
     return [half("sd15", 512, variants, attention="eager", images=8, **names)]
 
 
 def by_default(original: str | None, model: str, side: int, title: str, **more: Any) -> Case:
     """Default settings: unpatched, this library and the original."""
-    variants = [Variant("unpatched"), Variant("tomesd", DEFAULT)]
+    variants = [Contender("unpatched"), Contender("tomesd", DEFAULT)]
     variants += the_original(DEFAULT, original, more.get("mode", "eager"))
     return half(model, side, variants, setting=f"{NAMES[model]} {side} px, {title}", **more)
 
@@ -157,8 +157,8 @@ def pipelines(original: str | None) -> list[Case]:
 
 def presets(_: str | None) -> list[Case]:
     """Whole images with each preset: some merge in a part of the steps only."""
-    variants = [Variant("unpatched"), Variant("tomesd", DEFAULT, "default")]
-    variants += [Variant("tomesd", Settings(**o), name) for name, o in PRESETS.items()]
+    variants = [Contender("unpatched"), Contender("tomesd", DEFAULT, "default")]
+    variants += [Contender("tomesd", Settings(**o), name) for name, o in PRESETS.items()]
     more = {"what": "pipeline", "steps": 10, "section": "presets"}
     return [
         half("sd15", side, variants, images=n, setting=f"SD1.5 {side} px, {n} images", **more)
@@ -168,10 +168,10 @@ def presets(_: str | None) -> list[Case]:
 
 def cpu(original: str | None) -> list[Case]:
     """The embedded model on a CPU."""
-    variants = [Variant("unpatched")]
+    variants = [Contender("unpatched")]
     for ratio in (0.25, 0.5, 0.75):
         merge = Settings(ratio=ratio)
-        variants += [Variant("tomesd", merge), *the_original(merge, original)]
+        variants += [Contender("tomesd", merge), *the_original(merge, original)]
     names = {"section": "cpu", "setting": "embedded model, 256 px"}
     return [Case("demo", 256, 256, tuple(variants), device="cpu", **names)]
 

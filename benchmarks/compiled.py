@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rows import timed
 
-from tomesd.bench import Case, Effort, Prepared, RowFile, Variant, load_subject, prepare
+from tomesd.bench import Case, Contender, Effort, Prepared, RowFile, load_subject, prepare
 from tomesd.bench.measure import attempt, take_turns
 from tomesd.bench.rows import Row
 
@@ -28,7 +28,7 @@ _here: dict[str, Any] = {}
 class Worker:
     """A process that compiles one variant of a case, and times it when told to."""
 
-    def __init__(self, case: Case, variant: Variant, turns: Any):
+    def __init__(self, case: Case, variant: Contender, turns: Any):
         # Each process compiles with few threads: there are many processes.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         context = multiprocessing.get_context("spawn")
@@ -54,7 +54,7 @@ def _start(turns: Any) -> None:
     _here["turns"] = turns
 
 
-def _prepare(case: Case, variant: Variant) -> Row:
+def _prepare(case: Case, variant: Contender) -> Row:
     """In the worker: loads, patches, compiles and warms up a model."""
 
     def work() -> tuple[Any, Prepared]:
@@ -92,14 +92,14 @@ def run_cases(cases: list[Case], file: RowFile, effort: Effort, jobs: int) -> li
     rows = []
     try:
         for case in cases:
-            for variant in case.variants:
+            for variant in case.contenders:
                 if _key(case, variant) not in workers:
                     workers[_key(case, variant)] = Worker(case, variant, turns)
         for (case, variant), worker in workers.items():
             words = worker.row()["error"] or "ready"
             print(f"{case.model}, {case.width} px, {case.mode}, {variant}: {words}", flush=True)
         for case in cases:
-            mine = {variant: workers[_key(case, variant)] for variant in case.variants}
+            mine = {variant: workers[_key(case, variant)] for variant in case.contenders}
             rows += [file.add(row) for row in _time_case(case, mine, effort)]
     finally:
         for worker in workers.values():
@@ -107,15 +107,15 @@ def run_cases(cases: list[Case], file: RowFile, effort: Effort, jobs: int) -> li
     return rows
 
 
-def _key(case: Case, variant: Variant) -> tuple[Case, Variant]:
+def _key(case: Case, variant: Contender) -> tuple[Case, Contender]:
     """Settings that differ in what is merged share the unpatched model."""
-    return replace(case, setting="", variants=()), variant
+    return replace(case, setting="", contenders=()), variant
 
 
-def _time_case(case: Case, workers: dict[Variant, Worker], effort: Effort) -> list[Row]:
+def _time_case(case: Case, workers: dict[Contender, Worker], effort: Effort) -> list[Row]:
     """The variants of one case take turns; all others wait."""
     ready = {v: worker for v, worker in workers.items() if worker.row()["error"] is None}
-    timers: dict[Variant, Callable[[int], float]] = {v: w.time for v, w in ready.items()}
+    timers: dict[Contender, Callable[[int], float]] = {v: w.time for v, w in ready.items()}
     timings = take_turns(timers, effort, periods={v: v.period for v in ready})
     rows = []
     for variant, worker in workers.items():

@@ -12,9 +12,10 @@ from rows import timed
 from torch import Tensor
 
 from tomesd.bench import Effort, load_original
-from tomesd.bench.measure import MemoryProbe, attempt, free_memory, take_turns, time_calls
+from tomesd.bench.measure import attempt, free_memory, take_turns, time_calls
 from tomesd.bench.modes import Graph
 from tomesd.bench.rows import Row
+from tomesd.generation.memory import MemoryProbe
 from tomesd.kernels import Cells
 from tomesd.selectors import bipartite
 

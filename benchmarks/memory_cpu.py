@@ -20,24 +20,24 @@ import torch
 from rows import RESULTS
 
 from tomesd import Settings
-from tomesd.bench import RowFile, Variant
+from tomesd.bench import Contender, RowFile
 
 LIBRARIES = {"unpatched": "none", "tomesd": "tomesd", "original": "tomesd 0.1.3"}
 
 
-def cases(original: str) -> dict[Variant, str]:
+def cases(original: str) -> dict[Contender, str]:
     """What is merged, by variant."""
     half = Settings(ratio=0.5)
     everything = Settings(ratio=0.5, merge_crossattn=True, merge_mlp=True)
-    found = {Variant("unpatched"): "unpatched"}
+    found = {Contender("unpatched"): "unpatched"}
     for merged, settings in {"attention": half, "everything": everything}.items():
-        found[Variant("tomesd", settings)] = merged
-        found[Variant("original", settings, folder=original)] = merged
+        found[Contender("tomesd", settings)] = merged
+        found[Contender("original", settings, folder=original)] = merged
     return found
 
 
 @torch.inference_mode()
-def growth_mib(variant: Variant, side: int) -> int:
+def growth_mib(variant: Contender, side: int) -> int:
     """MiB that one call adds to the peak of this process."""
     torch.manual_seed(0)
     unet = diffusers.UNet2DConditionModel(

@@ -24,7 +24,7 @@ from rows import RESULTS
 import tomesd
 from tomesd.bench import Effort, RowFile, Subject, load_original, load_subject
 from tomesd.bench.calls import random_inputs
-from tomesd.bench.measure import MemoryProbe, attempt, take_turns, time_calls
+from tomesd.bench.measure import attempt, take_turns, time_calls
 from tomesd.bench.models import shared_copy
 from tomesd.bench.rows import Row
 from tomesd.evaluation import (
@@ -39,6 +39,7 @@ from tomesd.evaluation import (
     make_items,
 )
 from tomesd.generation import load_pipeline
+from tomesd.generation.memory import MemoryProbe
 
 SIDE = 256
 """Pixels of an image."""

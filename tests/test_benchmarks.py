@@ -24,7 +24,7 @@ def test_cases_are_those_of_the_rows(table: str) -> None:
         if row["section"] == table
     }
     cases = CASES[table]("a folder")
-    wanted = {(c.setting, c.mode, v.kind, str(v)) for c in cases for v in c.variants}
+    wanted = {(c.setting, c.mode, v.kind, str(v)) for c in cases for v in c.contenders}
     assert wanted == measured
 
 

@@ -114,9 +114,9 @@ def load_subject(
 def _random_pipeline(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     diffusers = quiet_diffusers()
     large = name == "sdxl"
-    unet = _random_model(diffusers.UNet2DConditionModel, ARCHITECTURES[name], device, dtype, 0)
+    unet = random_model(diffusers.UNet2DConditionModel, ARCHITECTURES[name], device, dtype, 0)
     vae_config = {**_VAE, "scaling_factor": 0.13025 if large else 0.18215, "force_upcast": large}
-    vae = _random_model(diffusers.AutoencoderKL, vae_config, device, dtype, 1)
+    vae = random_model(diffusers.AutoencoderKL, vae_config, device, dtype, 1)
     if large:
         return diffusers.StableDiffusionXLPipeline(
             vae=vae,
@@ -141,7 +141,7 @@ def _random_pipeline(name: str, device: torch.device, dtype: torch.dtype) -> Any
     )
 
 
-def _random_model(
+def random_model(
     cls: Any, config: dict[str, Any], device: torch.device, dtype: torch.dtype, seed: int
 ) -> Any:
     """Built where it will run: two billion numbers drawn on a CPU would take a minute."""

@@ -91,24 +91,9 @@ def _put(slot, order, span, token, own, place, valid, size, heads):
 
 @jit_at_any_step
 def _list_window(
-    chosen,
-    timestep,
-    key,
-    rows,
-    slot,
-    order,
-    span,
-    flag,
-    h,
-    w,
-    windows,
-    across,
-    remove,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    chosen, timestep, key, rows, slot, order, span, flag, h, w, windows, across, remove,
+    sy: tl.constexpr, sx: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """slot, order [B, N] and span [B, M, 2]: the part of one window; see `MergePlan`.
 
     In `order`, each window has its part, whatever is merged in others: first each destination with
@@ -162,24 +147,9 @@ def _goes(chosen, i, sources):
 
 @jit_at_any_step
 def _list_members(
-    chosen,
-    timestep,
-    key,
-    rows,
-    slot,
-    order,
-    span,
-    flag,
-    h,
-    w,
-    windows,
-    across,
-    remove,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):
+    chosen, timestep, key, rows, slot, order, span, flag, h, w, windows, across, remove,
+    sy: tl.constexpr, sx: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
     """As `_list_window`, for some sources or destinations of an image, which stand behind the slots
     of one source each. The first programs place the sources."""
     if flag is not None:

@@ -24,17 +24,9 @@ __all__ = ["slot_gather", "slot_mean", "slot_mean_op", "slot_restore"]
 
 @triton.jit
 def _slot_mean(
-    x,
-    order,
-    span,
-    out,
-    n,
-    slots,
-    channels,
-    BLOCK_M: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x, order, span, out, n, slots, channels,
+    BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """out [B, M, C]: the mean over each slot's list of tokens, BLOCK_J of them at a time."""
     b = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)

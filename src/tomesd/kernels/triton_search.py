@@ -26,25 +26,10 @@ __all__ = ["search"]
 
 @jit_at_any_step
 def _best_in_window(
-    x,
-    timestep,
-    key,
-    rows,
-    score,
-    match,
-    flag,
-    h,
-    w,
-    windows,
-    across,
-    channels,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    precision: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x, timestep, key, rows, score, match, flag, h, w, windows, across, channels,
+    sy: tl.constexpr, sx: tl.constexpr, precision: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """score and match [B, S]: the most similar destination of each source, by cosine."""
     if flag is not None:
         if tl.load(flag) == 0:
@@ -113,26 +98,10 @@ def _inverse_norm(x, out, flag, n, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.
 
 @jit_at_any_step
 def _best_match(
-    x,
-    inverse,
-    timestep,
-    key,
-    rows,
-    score,
-    match,
-    flag,
-    h,
-    w,
-    windows,
-    across,
-    channels,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    precision: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x, inverse, timestep, key, rows, score, match, flag, h, w, windows, across, channels,
+    sy: tl.constexpr, sx: tl.constexpr, precision: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """score and match [B, S]: as `_best_in_window`, for a part of the sources of a window."""
     if flag is not None:
         if tl.load(flag) == 0:

@@ -96,6 +96,8 @@ def require_plan_of_float64(
     of_dst = plan.slot.gather(1, dst.flatten(1))
     expected = first_dst + torch.arange(cells.count, device=metric.device)
     require((of_dst == expected).all(), f"{name}: destinations are not in their slots")
+    kept = plan.kept[:, first_dst:]
+    require(torch.equal(kept, dst.flatten(1)), f"{name}: a slot has another representative")
     of_src = plan.slot.gather(1, src.flatten(1)).view_as(src)
     merged = of_src >= first_dst
     require((merged.sum((1, 2)) == remove).all(), f"{name}: not {remove} tokens removed")
@@ -184,8 +186,9 @@ def check_graphs(device: torch.device) -> None:
         random(2, 4, size, size, dtype=dtype, device=device, seed=i) for i in range(len(times))
     ]
     text = random(2, 7, 64, dtype=dtype, device=device)
-    for share in ("block", "steps"):
+    for share, selector in (("block", "bipartite"), ("steps", "bipartite"), ("steps", "kmeans")):
         options: dict[str, Any] = {"share": share, "refresh": 2, "when": "always"}
+        options["selector"] = selector
         eager, captured = (
             tomesd.apply_patch(copy.deepcopy(plain), 0.5, backend="triton", **options)
             for _ in range(2)
@@ -198,10 +201,11 @@ def check_graphs(device: torch.device) -> None:
             expected = eager(given, torch.tensor(step, device=device), text).sample
             replay()
             same = torch.equal(out[0], expected)
-            require(same, f'share="{share}", timestep {step:g}: the graph differs from eager mode')
+            name = f'{selector}, share="{share}"'
+            require(same, f"{name}, timestep {step:g}: the graph differs from eager mode")
         moved = (plain(given, timestep, text).sample - expected).abs().max()
-        require(moved > 0, f'share="{share}": nothing is merged')
-        print(f'check: share="{share}": a graph replays {len(times)} eager steps bit for bit')
+        require(moved > 0, f"{name}: nothing is merged")
+        print(f"check: {name}: a graph replays {len(times)} eager steps bit for bit")
 
 
 def capture(

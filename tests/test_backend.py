@@ -143,33 +143,22 @@ def test_products_are_as_precise_as_the_dtype(monkeypatch, hip, dtype, precision
 
 
 @pytest.mark.parametrize(
-    ("memory", "dtype", "width"),
+    ("hip", "capability", "dtype", "width"),
     [
-        (227 * 1024, torch.float16, 256),  # H100
-        (163 * 1024, torch.bfloat16, 256),  # A100
-        (99 * 1024, torch.float16, 128),  # RTX 4090
-        (227 * 1024, torch.float32, 128),
-        (0, torch.float16, 128),
+        (None, (9, 0), torch.float16, 256),
+        (None, (8, 0), torch.bfloat16, 256),
+        (None, (8, 9), torch.float16, 128),
+        (None, (9, 0), torch.float32, 128),
+        ("6.2", (9, 0), torch.float16, 64),
     ],
 )
-def test_tiles_are_as_large_as_the_memory_allows(monkeypatch, memory, dtype, width) -> None:
-    monkeypatch.setattr(triton_search, "_shared_memory", lambda device: memory)
-    assert triton_search._tiles(torch.empty(1, 1, 1, dtype=dtype), 64)["BLOCK_D"] == width
-
-
-def test_the_memory_of_a_program_is_looked_up_once(monkeypatch) -> None:
-    asked = []
-
-    def properties(device: torch.device) -> Any:
-        asked.append(device)
-        return SimpleNamespace(shared_memory_per_block_optin=5)
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    triton_search._shared_memory.cache_clear()
-    assert [triton_search._shared_memory(CUDA) for _ in range(2)] == [5, 5]
-    assert asked == [CUDA]
-    assert triton_search._shared_memory(torch.device("cpu")) == 0
-    triton_search._shared_memory.cache_clear()
+def test_tiles_are_as_large_as_the_memory_allows(
+    monkeypatch, hip, capability, dtype, width
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    metric: Any = SimpleNamespace(is_cuda=True, device=CUDA, dtype=dtype)
+    assert triton_search._tiles(metric, 64)["BLOCK_D"] == width
 
 
 @pytest.mark.parametrize(

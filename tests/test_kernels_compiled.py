@@ -33,6 +33,12 @@ CASES = {  # grid, window, tokens to remove, channels, whether the plan is kept 
 }
 MATCHING = {"odd grid": LARGE, "large, kept": LARGE, "odd window": SMALL, "small, kept": SMALL}
 MODELS = [("steps", False), ("block", True)]
+KINDS = {  # of GPUs: Triton's name, threads of a warp, dtype, KiB that a program can have
+    "Turing": ("cuda", 75, 32, torch.float16, 64),
+    "RTX 50": ("cuda", 120, 32, torch.float32, 99),
+    "RDNA 3": ("hip", "gfx1100", 32, torch.float16, 64),
+    "MI300": ("hip", "gfx942", 64, torch.float32, 64),
+}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +106,14 @@ def test_a_timestep_may_be_anywhere_in_the_list_of_a_sampler(found: Any) -> None
     """Every other one is not aligned: kernels that were compiled for both would be at step 2."""
     assert set(found["aligned_only"]) == {*SMALL, *LARGE, "_tick"} - {"_choose", "_inverse_norm"}
     assert not any(found["aligned_only"].values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_search_fits_every_kind_of_gpu(found: Any, kind: str) -> None:
+    """Triton compiles it, and a program does not need more memory than it can have."""
+    memory = found["memory"][kind]
+    assert set(memory) == {"_best_in_window", "_best_match"}
+    assert max(memory.values()) <= KINDS[kind][-1] * 1024
 
 
 # From here on: what the script does.
@@ -222,6 +236,54 @@ def _written_to(
     return found
 
 
+def _memory_needed(
+    backend: str, name: Any, warp: int, dtype: torch.dtype, _: int
+) -> dict[str, int]:
+    """By kernel of the search, the bytes that a program of such a GPU takes."""
+    from unittest import mock
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tomesd.kernels import triton_matching
+
+    found: dict[str, int] = {}
+    types = {torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+
+    class Compiled:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return self.compile if self.kernel.__name__.startswith("_best") else lambda *_, **__: 0
+
+        def compile(self, num_warps: int, num_stages: int, **arguments: Any) -> None:
+            constants = {p.name: arguments[p.name] for p in self.kernel.params if p.is_constexpr}
+            constants |= {name: None for name, value in arguments.items() if value is None}
+            signature = {
+                name: "constexpr"
+                if name in constants
+                else f"*{types[arguments[name].dtype]}"
+                if isinstance(arguments[name], torch.Tensor)
+                else "i32"
+                for name in self.kernel.arg_names
+            }
+            made = triton.compile(
+                ASTSource(self.kernel, signature, constants),
+                target=GPUTarget(backend, name, warp),
+                options={"num_warps": num_warps, "num_stages": num_stages},
+            )
+            found[self.kernel.__name__] = made.metadata.shared
+
+    with mock.patch.object(torch.version, "hip", "6.2" if backend == "hip" else None):
+        for window in (8, 0):
+            cells, plan = Cells.of(32, 32, 2, 2, window), MergePlan.identity(1, 1024, CPU)
+            x = torch.zeros(1, 1024, 64, dtype=dtype)
+            triton_matching.match_tokens(x, cells, 512, plan.lists, Draw(), None, Compiled)
+    return found
+
+
 def _zeros_like(node: Any) -> Any:
     value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
     if not isinstance(value, torch.Tensor):
@@ -287,6 +349,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "operators": {name: _run_operators(*case) for name, case in CASES.items()},
         "written": {name: _written_to(*case) for name, case in CASES.items()},
+        "memory": {kind: _memory_needed(*what) for kind, what in KINDS.items()},
         "gradient": _run_gradient(),
         "models": {f"{share}_{dynamic}": _run_model(share, dynamic) for share, dynamic in MODELS},
     }

@@ -139,7 +139,7 @@ class KMeans(Selector):
         return self.rounds * remove * clusters
 
     def launches(self, cells: Cells) -> int:
-        return 20 * self.rounds
+        return 170
 
 
 def _cluster_tokens(

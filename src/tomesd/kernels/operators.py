@@ -69,9 +69,4 @@ def opaque_operator(name: str, write: Callable[..., None]) -> Callable[..., None
 
     operator = torch.library.custom_op(f"tomesd::{name}", run, mutates_args=WRITTEN)
     operator.register_fake(lambda *_, **__: None)
-
-    def call(*args: Any) -> None:
-        *objects, triton = args
-        operator(*flatten(*objects), triton)
-
-    return call
+    return lambda *args: operator(*flatten(*args[:-1]), args[-1])

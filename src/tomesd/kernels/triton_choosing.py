@@ -80,26 +80,20 @@ def _choose(score, match, flag, sources, remove, BLOCK: tl.constexpr):
         kept_before += tl.sum(kept, axis=0)
 
 
+@triton.jit
+def _put(slot, order, span, token, own, place, valid, size, heads):
+    """Notes the slots of tokens and their places in the lists; heads begin a list of that size."""
+    tl.store(slot + token, own.to(tl.int64), valid)
+    tl.store(order + place, token, valid)
+    tl.store(span + own * 2, place, heads)
+    tl.store(span + own * 2 + 1, size, heads)
+
+
 @jit_at_any_step
 def _list_window(
-    chosen,
-    timestep,
-    key,
-    rows,
-    slot,
-    order,
-    span,
-    flag,
-    h,
-    w,
-    windows,
-    across,
-    remove,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    chosen, timestep, key, rows, slot, order, span, flag, h, w, windows, across, remove,
+    sy: tl.constexpr, sx: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """slot, order [B, N] and span [B, M, 2]: the part of one window; see `MergePlan`.
 
     In `order`, each window has its part, whatever is merged in others: first each destination with
@@ -139,14 +133,9 @@ def _list_window(
     order += b * windows * n
     span += b * (windows * n - remove) * 2
     own = tl.where(merged, kept + window * count + goes, number)
-    tl.store(slot + src, own.to(tl.int64), i < sources)
-    tl.store(order + place, src, i < sources)
-    tl.store(span + own * 2, place, alone)
-    tl.store(span + own * 2 + 1, tl.full([BLOCK_S], 1, tl.int32), alone)
-    tl.store(slot + dst, (kept + d).to(tl.int64), j < count)
-    tl.store(order + place_dst, dst, j < count)
-    tl.store(span + (kept + d) * 2, place_dst, j < count)
-    tl.store(span + (kept + d) * 2 + 1, size_dst, j < count)
+    one = tl.full([BLOCK_S], 1, tl.int32)
+    _put(slot, order, span, src, own, place, i < sources, one, alone)
+    _put(slot, order, span, dst, kept + d, place_dst, j < count, size_dst, j < count)
 
 
 @triton.jit
@@ -158,24 +147,9 @@ def _goes(chosen, i, sources):
 
 @jit_at_any_step
 def _list_members(
-    chosen,
-    timestep,
-    key,
-    rows,
-    slot,
-    order,
-    span,
-    flag,
-    h,
-    w,
-    windows,
-    across,
-    remove,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):
+    chosen, timestep, key, rows, slot, order, span, flag, h, w, windows, across, remove,
+    sy: tl.constexpr, sx: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
     """As `_list_window`, for some sources or destinations of an image, which stand behind the slots
     of one source each. The first programs place the sources."""
     if flag is not None:
@@ -213,10 +187,8 @@ def _list_members(
         number = tl.load(chosen + s, s < sources, other=0)
         own = tl.where(merged, kept + goes, number)
         place = tl.where(merged, kept + earlier + goes + 1, number)
-        tl.store(slot + token, own.to(tl.int64), s < sources)
-        tl.store(order + place, token, s < sources)
-        tl.store(span + own * 2, place, alone)
-        tl.store(span + own * 2 + 1, tl.full([BLOCK], 1, tl.int32), alone)
+        one = tl.full([BLOCK], 1, tl.int32)
+        _put(slot, order, span, token, own, place, s < sources, one, alone)
     else:
         d = (tl.program_id(0) - of_sources) * BLOCK + tl.arange(0, BLOCK)
         members = tl.zeros([BLOCK, BLOCK_J], tl.int32)
@@ -226,11 +198,8 @@ def _list_members(
             members += (other == d[:, None]).to(tl.int32)
         token = dst_token(d, time, key, h, w, across, sy, sx)
         place = kept + tl.sum(before, axis=1) + d
-        valid = d < count
-        tl.store(slot + token, (kept + d).to(tl.int64), valid)
-        tl.store(order + place, token, valid)
-        tl.store(span + (kept + d) * 2, place, valid)
-        tl.store(span + (kept + d) * 2 + 1, 1 + tl.sum(members, axis=1), valid)
+        size = 1 + tl.sum(members, axis=1)
+        _put(slot, order, span, token, kept + d, place, d < count, size, d < count)
 
 
 def choose_sources(

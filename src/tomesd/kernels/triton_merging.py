@@ -24,17 +24,9 @@ __all__ = ["slot_gather", "slot_mean", "slot_mean_op", "slot_restore"]
 
 @triton.jit
 def _slot_mean(
-    x,
-    order,
-    span,
-    out,
-    n,
-    slots,
-    channels,
-    BLOCK_M: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x, order, span, out, n, slots, channels,
+    BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """out [B, M, C]: the mean over each slot's list of tokens, BLOCK_J of them at a time."""
     b = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -59,22 +51,11 @@ def _slot_mean(
 
 
 @triton.jit
-def _slot_gather(y, slot, out, n, slots, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """out [B, N, C]: the row of each token's slot."""
-    b = tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    row = tl.load(slot + b * n + token, token < n, other=0)
-    inside = (token < n)[:, None] & (c < channels)[None, :]
-    value = tl.load(y + (b * slots + row[:, None]) * channels + c[None, :], inside)
-    tl.store(out + (b * n + token[:, None]) * channels + c[None, :], value, inside)
-
-
-@triton.jit
-def _slot_restore(
-    x, y, merged, slot, out, n, slots, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
+def _give_back(
+    y, slot, x, merged, out, n, slots, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """out [B, N, C]: each token of x, plus what its slot gained from merged to y."""
+    """out [B, N, C]: the row of y of each token's slot; or, if there is an x, each token of it,
+    plus what its slot gained from merged to y."""
     b = tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -82,9 +63,11 @@ def _slot_restore(
     inside = (token < n)[:, None] & (c < channels)[None, :]
     source = (b * slots + row[:, None]) * channels + c[None, :]
     target = (b * n + token[:, None]) * channels + c[None, :]
-    after = tl.load(y + source, inside, other=0.0).to(tl.float32)
-    before = tl.load(merged + source, inside, other=0.0).to(tl.float32)
-    value = tl.load(x + target, inside, other=0.0).to(tl.float32) + (after - before)
+    value = tl.load(y + source, inside, other=0.0)
+    if x is not None:
+        before = tl.load(merged + source, inside, other=0.0).to(tl.float32)
+        own = tl.load(x + target, inside, other=0.0).to(tl.float32)
+        value = own + (value.to(tl.float32) - before)
     tl.store(out + target, value.to(out.dtype.element_ty), inside)
 
 
@@ -111,31 +94,19 @@ slot_mean_op.register_autograd(
 )
 
 
-def slot_gather(y: Tensor, slot: Tensor) -> Tensor:
-    """See `kernels.slot_gather`."""
-    batch, slots, channels = y.shape
-    n = slot.shape[1]
+def slot_gather(
+    y: Tensor, slot: Tensor, x: Tensor | None = None, merged: Tensor | None = None
+) -> Tensor:
+    """See `kernels.slot_gather`; with `x` and `merged`, `kernels.slot_restore`."""
+    (batch, slots, channels), n = y.shape, slot.shape[1]
     out = y.new_empty(batch, n, channels)
-    quickly(_slot_gather)[(blocks(n, 8), blocks(channels, 256), batch)](
-        y.contiguous(), slot, out, n, slots, channels, 8, 256
-    )
+    if x is not None and merged is not None:
+        x, merged = x.contiguous(), merged.contiguous()
+    grid = (blocks(n, 8), blocks(channels, 256), batch)
+    quickly(_give_back)[grid](y.contiguous(), slot, x, merged, out, n, slots, channels, 8, 256)
     return out
 
 
 def slot_restore(x: Tensor, y: Tensor, merged: Tensor, slot: Tensor) -> Tensor:
     """See `kernels.slot_restore`."""
-    batch, n, channels = x.shape
-    out = x.new_empty(batch, n, channels)
-    quickly(_slot_restore)[(blocks(n, 8), blocks(channels, 256), batch)](
-        x.contiguous(),
-        y.contiguous(),
-        merged.contiguous(),
-        slot,
-        out,
-        n,
-        y.shape[1],
-        channels,
-        8,
-        256,
-    )
-    return out
+    return slot_gather(y, slot, x, merged)

@@ -9,7 +9,6 @@ two.
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, allow-untyped-calls
 # ruff: noqa: SIM102
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,25 +26,10 @@ __all__ = ["search"]
 
 @jit_at_any_step
 def _best_in_window(
-    x,
-    timestep,
-    key,
-    rows,
-    score,
-    match,
-    flag,
-    h,
-    w,
-    windows,
-    across,
-    channels,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    precision: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x, timestep, key, rows, score, match, flag, h, w, windows, across, channels,
+    sy: tl.constexpr, sx: tl.constexpr, precision: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """score and match [B, S]: the most similar destination of each source, by cosine."""
     if flag is not None:
         if tl.load(flag) == 0:
@@ -114,26 +98,10 @@ def _inverse_norm(x, out, flag, n, channels, BLOCK_N: tl.constexpr, BLOCK_C: tl.
 
 @jit_at_any_step
 def _best_match(
-    x,
-    inverse,
-    timestep,
-    key,
-    rows,
-    score,
-    match,
-    flag,
-    h,
-    w,
-    windows,
-    across,
-    channels,
-    sy: tl.constexpr,
-    sx: tl.constexpr,
-    precision: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x, inverse, timestep, key, rows, score, match, flag, h, w, windows, across, channels,
+    sy: tl.constexpr, sx: tl.constexpr, precision: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """score and match [B, S]: as `_best_in_window`, for a part of the sources of a window."""
     if flag is not None:
         if tl.load(flag) == 0:
@@ -236,20 +204,19 @@ def _tiles(metric: Tensor, destinations: int) -> dict[str, Any]:
     }
     if destinations <= 32:
         return tiles | {"BLOCK_S": 64, "BLOCK_D": 16 if destinations <= 16 else 32, "num_warps": 4}
-    if not wide and _shared_memory(metric.device) >= 160 * 1024:
+    if torch.version.hip is not None:  # programs have 64 KiB there
+        return tiles | {"BLOCK_S": 64, "BLOCK_D": 64, "num_warps": 4, "num_stages": 2}
+    if not wide and _has_large_memory(metric):
         return tiles | {"BLOCK_S": 128, "BLOCK_D": 256, "num_warps": 8}
     return tiles | {"BLOCK_S": 128, "BLOCK_D": 128, "num_warps": 8 if wide else 4}
 
 
+def _has_large_memory(metric: Tensor) -> bool:
+    """Whether the GPU is an A100 or one of Hopper, if it is one of NVIDIA."""
+    return metric.is_cuda and torch.cuda.get_device_capability(metric.device) in ((8, 0), (9, 0))
+
+
 def _precision(metric: Tensor) -> str:
     """How matrices are multiplied: as precisely as the dtype is."""
-    on_nvidia = torch.version.hip is None  # others have no tf32 that three of them would make up
-    return "tf32x3" if metric.dtype == torch.float32 and on_nvidia else "ieee"
-
-
-@functools.lru_cache(maxsize=64)
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have on a GPU."""
-    if device.type != "cuda":
-        return 0
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    wide = metric.dtype == torch.float32
+    return "tf32x3" if wide and torch.version.hip is None else "ieee"  # AMD has no tf32x3

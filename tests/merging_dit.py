@@ -1,4 +1,4 @@
-"""What tests of patched diffusion transformers share: options, models, and what their blocks get."""
+"""What tests of patched diffusion transformers share: options, models, what their blocks get."""
 
 from __future__ import annotations
 

@@ -1,0 +1,213 @@
+"""Every supported diffusion transformer: what merges, what does not, and what comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from merging_dit import (
+    ALWAYS,
+    SUPPORTED,
+    assert_differs,
+    assert_rounding,
+    block_calls,
+    block_lists,
+    input_name,
+    patched_model,
+    texts_swapped,
+    tokens_seen,
+)
+from zoo_diffusers import module_state
+from zoo_dit import Dit, alone
+
+import tomesd
+
+# Tokens that go at a ratio of 0.5. A picture has 6 x 4 tokens, and a video three times as many.
+REMOVED = {
+    "flux_kontext": 12 + 3,  # of the reference too
+    "flux2_edit": 12 + 3,
+    "qwen_edit": 12 + 3,
+    "qwen_edit_2511": 12 + 3,
+    "hunyuan_video_i2v": 24,  # the first frame is given
+    "framepack": 24,  # 4 x 4 in each of three frames; the past is left alone
+    "cogvideox_15": 24,  # two frames in a token
+    "latte": 8,  # each frame by itself
+}
+
+
+@pytest.fixture(params=SUPPORTED.values(), ids=SUPPORTED)
+def dit(request: pytest.FixtureRequest) -> Dit:
+    return request.param
+
+
+def removed(dit: Dit) -> int:
+    return REMOVED.get(dit.name, 36 if dit.kind.endswith("3DModel") else 12)
+
+
+@pytest.mark.filterwarnings("error::tomesd.MergeWarning")
+def test_merges_repeats_and_is_put_back(dit: Dit) -> None:
+    model, inputs = dit.build(), dit.inputs()
+    before = module_state(model)
+    weights = list(model.state_dict())
+    plain = dit.run(model, inputs)
+
+    assert tomesd.apply_patch(model, 0.5, **ALWAYS) is model
+    torch.manual_seed(1)
+    merged = dit.run(model, inputs)
+    assert_differs(merged, plain)
+    torch.manual_seed(2)
+    assert torch.equal(dit.run(model, inputs), merged)
+    assert_differs(dit.run(tomesd.apply_patch(model, 0.5, **ALWAYS, seed=1), inputs), merged)
+
+    assert list(model.state_dict()) == weights
+    assert torch.equal(dit.run(tomesd.apply_patch(model, 0.0, **ALWAYS), inputs), plain)
+    tomesd.remove_patch(tomesd.apply_patch(model, 0.5, **ALWAYS))
+    assert module_state(model) == before
+    assert torch.equal(dit.run(model, inputs), plain)
+
+
+def test_inner_blocks_get_fewer_tokens_and_the_whole_text(dit: Dit) -> None:
+    model, inputs = dit.build(), dit.inputs()
+    with block_calls(model) as plain:
+        dit.run(model, inputs)
+    tomesd.apply_patch(model, 0.5, **ALWAYS)
+    with block_calls(model) as merged:
+        dit.run(model, inputs)
+
+    full, seen = tokens_seen(model, plain), tokens_seen(model, merged)
+    blocks = [f"{path}.{k}" for path in block_lists(model) for k in range(len(_list(model, path)))]
+    assert list(seen) == list(full) and set(seen) == set(blocks)
+    for name in blocks:
+        less = 0 if name in (blocks[0], blocks[-1]) else removed(dit)
+        assert seen[name] == {tokens - less for tokens in full[name]}, name
+
+    def text(calls: Any) -> dict[str, tuple[int, ...]]:
+        given = [(n, g["encoder_hidden_states"]) for n, g in calls if "encoder_hidden_states" in g]
+        return {n: tuple(x.shape[1:]) for n, x in given if isinstance(x, torch.Tensor)}
+
+    assert text(merged) == text(plain)
+
+
+def _list(model: Any, path: str) -> Any:
+    return getattr(model, path)
+
+
+def test_each_item_of_a_batch_merges_by_itself(dit: Dit) -> None:
+    model, inputs = patched_model(dit), dit.inputs(batch=3)
+    output = dit.run(model, inputs)
+    for k in (0, 2):
+        assert_rounding(dit.run(model, alone(inputs, k))[0], output[k])
+
+
+def test_block_by_block_is_a_run_of_blocks(dit: Dit) -> None:
+    """With one plan, tokens that got what their slot gained have that slot's mean again."""
+    inputs = dit.inputs()
+    together = dit.run(patched_model(dit), inputs)
+    model = patched_model(dit, target="block")
+    with block_calls(model) as calls:
+        assert_rounding(dit.run(model, inputs), together)
+    fewest = {min(tokens) for tokens in tokens_seen(model, calls).values()}
+    assert len(fewest) > 1
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "qwen_edit", "hunyuan_video", "zimage"])
+def test_plans_of_the_blocks_own(name: str) -> None:
+    """Each block finds its own plan only where it has all tokens to look at."""
+    dit = SUPPORTED[name]
+    inputs = dit.inputs()
+    shared = dit.run(patched_model(dit, target="block"), inputs)
+    assert_differs(dit.run(patched_model(dit, target="block", share="block"), inputs), shared)
+
+
+def test_guidance_may_be_split_or_in_one_batch(dit: Dit) -> None:
+    """Both predictions of a picture merge the same way, whether they run together or in turn."""
+    model, inputs = patched_model(dit), texts_swapped(dit.inputs())
+    batched = dit.run(model, inputs)
+    split = torch.cat([dit.run(model, alone(inputs, k)) for k in range(2)])
+    assert_rounding(split, batched)
+    assert not torch.equal(batched[0], batched[1])
+
+
+# Where the picture is in the sequence of all: (length, item) to its tokens. Both items of Lumina
+# have a text of 7, of which the uneven ones hide some; Z-Image fills pictures up to 32.
+PLACES: dict[str, Any] = {
+    "flux2": ((3 / 7, 1.0), lambda n, k: range(n - 24, n)),
+    "flux2_edit": ((3 / 7, 1.0), lambda n, k: range(n - 30, n)),
+    "chroma": ((3 / 7, 1.0), lambda n, k: range(n - 24, n)),
+    "auraflow": ((3 / 7, 1.0), lambda n, k: range(n - 24, n)),
+    "hidream": ((0.5, 1.0), lambda n, k: range(24)),
+    "zimage": ((0.0, 1.0), lambda n, k: range(24)),
+    "zimage_uneven": ((0.0, 1.0), lambda n, k: range(24)),
+    "lumina2": ((0.0, 1.0), lambda n, k: range(7, 31)),
+    "lumina2_uneven": ((0.0, 1.0), lambda n, k: range(7 - k, 31 - k)),
+    "framepack": ((0.0, 1.0), lambda n, k: range(n - 48, n)),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_text_in_one_sequence_with_the_picture_is_left_alone(name: str) -> None:
+    dit, (depth, place) = SUPPORTED[name], PLACES[name]
+    model, inputs = dit.build(), dit.inputs()
+    first = block_lists(model)[-1 if depth[0] else 0] + ".0"
+    with block_calls(model) as calls:
+        dit.run(model, inputs)
+    plain = _tokens_into(model, calls, first)
+    tomesd.apply_patch(model, 0.5, depth=depth, **ALWAYS)
+    with block_calls(model) as calls:
+        dit.run(model, inputs)
+    merged = _tokens_into(model, calls, first)
+    for k in range(2):
+        picture = place(plain.shape[1], k)
+        before, after = plain[k, : picture.start], plain[k, picture.stop :]
+        count = len(picture) - removed(dit)
+        assert torch.equal(merged[k, : len(before)], before)
+        assert torch.equal(merged[k, len(before) + count :], after)
+        # What is in between are means of several tokens of the picture, or single ones.
+        inside = merged[k, len(before) : len(before) + count]
+        single = (inside[:, None] == plain[k, picture][None]).all(dim=2).any(dim=1)
+        assert 0 < (~single).sum() <= count
+
+
+def _tokens_into(model: Any, calls: Any, block: str) -> torch.Tensor:
+    """What a block got, [B, S, C]: in one call, or in one for each item."""
+    return torch.cat([given[input_name(model)] for name, given in calls if name == block])
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video_uneven", "zimage"])
+@pytest.mark.parametrize("size", [(10, 14), (6, 10)])
+def test_odd_grids(name: str, size: tuple[int, int]) -> None:
+    dit = SUPPORTED[name]
+    inputs = dit.inputs(size=size)
+    plain = dit.run(dit.build(), inputs)
+    model = patched_model(dit)
+    merged = dit.run(model, inputs)
+    assert_differs(merged, plain)
+    for k in range(2):
+        assert_rounding(dit.run(model, alone(inputs, k))[0], merged[k])
+
+
+@pytest.mark.parametrize("selector", ["bipartite", "kmeans", "grid"])
+@pytest.mark.parametrize("name", ["flux", "qwen_edit", "wan", "lumina2_uneven"])
+def test_every_selector(name: str, selector: str) -> None:
+    dit = SUPPORTED[name]
+    model, inputs = patched_model(dit, selector=selector, sx=2, sy=2), dit.inputs()
+    merged = dit.run(model, inputs)
+    assert_differs(merged, dit.run(dit.build(), inputs))
+    for k in range(2):
+        assert_rounding(dit.run(model, alone(inputs, k))[0], merged[k])
+
+
+@pytest.mark.parametrize("name", ["wan", "wan_ti2v", "ltx", "ltx_i2v"])
+def test_self_attention_on_its_own(name: str) -> None:
+    """Where attention takes nothing but the video, it can merge and the rest keep all tokens."""
+    dit = SUPPORTED[name]
+    model, inputs, seen = patched_model(dit, target="attn"), dit.inputs(), []
+    block = model.get_submodule(f"{block_lists(model)[0]}.1")
+    block.attn1.to_q.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1]))
+    block.attn2.to_q.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1]))
+    merged = dit.run(model, inputs)
+    assert seen == [36, 72]
+    assert_differs(merged, dit.run(dit.build(), inputs))
+    for k in range(2):
+        assert_rounding(dit.run(model, alone(inputs, k))[0], merged[k])

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .api import patched
 from .hosts import FoundModel, UnsupportedModelError, find_models
 from .hosts.inputs import example_inputs
-from .patch import patch_of
+from .patch import patch_of, role_of
 from .selectors import plan_flops
 from .settings import Settings
 from .state import Call, Decision, LeftAlone, Patch, Scope, run_inside
@@ -46,14 +46,14 @@ class Part:
     blocks: int
     """All transformer blocks of the model."""
     flops: int
-    """Floating-point operations of one call without merging."""
+    """Floating-point operations of one call without merging; 0 if they are unknown."""
     merged_flops: int
     """The same with merging, what the matching costs included."""
 
     @property
     def saved(self) -> float:
-        """Share of the operations that merging saves."""
-        return 1 - self.merged_flops / self.flops
+        """Share of the operations that merging saves; 0 if they are unknown."""
+        return 1 - self.merged_flops / self.flops if self.flops else 0.0
 
     def __str__(self) -> str:
         h, w = self.latent
@@ -78,10 +78,10 @@ class Part:
             return "nothing is merged"
         target = self.settings.target
         kinds = " + ".join(self.settings.kinds) if target == "attn" else target
-        return (
-            f"{kinds} merged at ratio {self.settings.ratio:g}, "
-            f"{self.saved:.1%} of {self.flops / 1e9:.3g} GFLOPs saved"
-        )
+        saved = "operations unknown, as the model looks into its data"
+        if self.flops > 0:
+            saved = f"{self.saved:.1%} of {self.flops / 1e9:.3g} GFLOPs saved"
+        return f"{kinds} merged at ratio {self.settings.ratio:g}, {saved}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def describe(
         batch: of one call of the model; guidance runs conditional and unconditional as 2.
         inputs: keyword arguments of the model's forward, for models whose inputs we cannot make up.
     """
-    scale = getattr(model, "vae_scale_factor", 8)
+    scale = _first_int(model, _SPATIAL, 8)
     least = {"height": scale, "width": scale, "num_frames": 1}
     for name, value in (("height", height), ("width", width), ("num_frames", num_frames or 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least[name]:
@@ -122,7 +122,7 @@ def describe(
     size = (height // scale, width // scale)
     frames = 8
     if num_frames is not None:
-        frames = (num_frames - 1) // getattr(model, "vae_scale_factor_temporal", 4) + 1
+        frames = (num_frames - 1) // _first_int(model, _TEMPORAL, 4) + 1
     found = [part for part in find_models(model) if part.rooted]
     if not found:
         raise UnsupportedModelError(
@@ -136,9 +136,26 @@ def describe(
         return Description(tuple(replace(part, settings=None) for part in parts))
 
 
-def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inputs: Any) -> Part:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+# What pipelines call the pixels and the frames that become one of the latent.
+_SPATIAL = (
+    "vae_scale_factor",
+    "vae_scale_factor_spatial",
+    "vae_spatial_compression_ratio",
+    "vae_spatial_scale_factor",
+)
+_TEMPORAL = (
+    "vae_scale_factor_temporal",
+    "vae_temporal_compression_ratio",
+    "vae_temporal_scale_factor",
+)
 
+
+def _first_int(model: Any, names: tuple[str, ...], otherwise: int) -> int:
+    found = (getattr(model, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), otherwise)
+
+
+def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inputs: Any) -> Part:
     module, patch = found.module, patch_of(found.module)
     assert patch is not None
     if inputs is None:
@@ -148,20 +165,48 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
             f"describe cannot make up inputs for {type(module).__name__}; "
             "pass them: describe(model, height, width, inputs={...})"
         )
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    settings = patch.settings
+    if settings.share == "steps":  # nothing made here may be kept for a real call
+        settings = replace(settings, share="level")
+    flops = merged_flops = 0
+    decisions = _decide(found, patch, settings, size, inputs)
+    try:
         flops, _ = _run(module, patch, Settings(ratio=0.0), size, inputs)
-        settings = patch.settings
-        if settings.share == "steps":  # nothing made here may be kept for a real call
-            settings = replace(settings, share="level")
         merged_flops, decisions = _run(module, patch, settings, size, inputs)
+    except RuntimeError as error:
+        if not _reads_data(error):
+            raise
     levels = _levels(decisions)
     return Part(found.name, patch.settings, size, levels, patch.blocks, flops, merged_flops)
+
+
+def _decide(
+    found: FoundModel, patch: Patch, settings: Settings, size: tuple[int, int], inputs: Any
+) -> list[Decision]:
+    """What a transformer would merge, found without running it."""
+    call = Call(patch, settings, size)
+    if found.row is not None:
+        root = role_of(found.module)
+        assert root is not None
+        run_inside(Scope(call), root.run, found.module, patch, lambda **_: None, (), inputs)
+    return call.decisions
+
+
+def _reads_data(error: RuntimeError) -> bool:
+    """Whether a model looks into the data to know what to do, as mixtures of experts do."""
+    from torch._subclasses import fake_tensor
+
+    return isinstance(
+        error,
+        fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException,
+    )
 
 
 def _run(
     module: nn.Module, patch: Patch, settings: Settings, size: tuple[int, int], inputs: Any
 ) -> tuple[int, list[Decision]]:
-    """Operations of one call, and what was decided in it."""
+    """Operations of one call on shapes without data, and what was decided in it."""
+    from torch._subclasses import fake_tensor  # slow to import
     from torch.utils.flop_counter import FlopCounterMode  # looks for triton
 
     call = Call(patch, settings, size)
@@ -171,9 +216,23 @@ def _run(
         display=False,
         custom_mapping={cpu_attention: _attention_flops, **plan_flops()},
     )
-    with counter, torch.compiler.set_stance("force_eager"):
-        run_inside(Scope(call), module, **inputs)
+    # Models may read short tensors such as masks, if these are known to be constant.
+    limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, 1 << 16
+    try:
+        with torch.no_grad(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+            constants = {name: _constant(name, value) for name, value in inputs.items()}
+            with counter, torch.compiler.set_stance("force_eager"):
+                run_inside(Scope(call), module, **constants)
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
     return counter.get_total_flops(), call.decisions
+
+
+def _constant(name: str, value: Any) -> Any:
+    """A mask as a constant. Where tokens are has been read already, by the tensor itself."""
+    if isinstance(value, Tensor) and not value.is_floating_point() and name != "img_ids":
+        return torch.tensor(value.tolist(), dtype=value.dtype, device=value.device)
+    return value
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

@@ -63,6 +63,7 @@ def make_plan(
     What is kept is made anew only when it is out of date.
     """
     metric, plans, start = _metric(scope, block, x), [], 0
+    mask = _mask(scope, x)
     draw = Draw(_times(scope.call, x.shape[0]), _key(scope))
     for number, segment in enumerate(segments):
         tokens = metric[:, start : start + segment.tokens] if len(segments) > 1 else metric
@@ -70,6 +71,8 @@ def make_plan(
         if segment.volume is None or segment.remove == 0:
             plans.append(MergePlan.identity(x.shape[0], segment.tokens, x.device))
             continue
+        if mask is not None and segment.tokens == mask.shape[1]:  # not a reference
+            tokens, mask = tokens.masked_fill(mask[..., None], 0.0), None
 
         def select(metric: Tensor, cells: Cells, remove: int, number: int = number) -> MergePlan:
             return _select(scope, metric, cells, remove, draw, number if keep else None)
@@ -144,8 +147,7 @@ def _metric(scope: Scope, block: nn.Module, x: Tensor) -> Tensor:
         note = _Note(scope.call, f"block_{scope.place}", found.shape, found.dtype)
         output, same_image = note.recall(x.device)
         found = torch.where(same_image, output, found)
-    mask = _mask(scope, x)
-    return found if mask is None else found.masked_fill(mask[..., None], 0.0)
+    return found
 
 
 @torch.no_grad()
@@ -170,7 +172,7 @@ def _plain_norm(x: Tensor) -> Tensor:
 
 
 def _mask(scope: Scope, x: Tensor) -> Tensor | None:
-    """Tokens to protect, `[1 or B, N]`; what matches nothing is merged last."""
+    """Tokens of the image to protect, `[1 or B, N]`; what matches nothing is merged last."""
     settings, call, grid = scope.settings, scope.call, scope.grid
     if settings.protect is None or (settings.protect == "guidance" and call.guided is None):
         return None
@@ -179,6 +181,7 @@ def _mask(scope: Scope, x: Tensor) -> Tensor | None:
             return mask
     if isinstance(settings.protect, Tensor):
         mask = mask_on_grid(settings.protect.to(x.device), grid[1:], x.shape[0])
+        mask = mask.repeat(1, grid[0])  # in every frame
     else:
         assert call.guided is not None
         difference, same_image = call.guided

@@ -84,7 +84,7 @@ def decide_layout(call: Call, layout: Layout, work: Work) -> Decision:
     parts = []
     for part in layout.parts:
         wanted = of_references if part.reference else ratio
-        if part.grid is None or ratio == 0:
+        if part.grid is None or call.ratio == 0:  # nothing merges at this time
             parts.append(Segment(part.tokens))
         else:
             parts.append(_segment(settings, part.grid, wanted))

@@ -269,7 +269,7 @@ class Settings:
     @property
     def ratio_cap(self) -> float:
         """Largest share of tokens that can be removed: all but one in each cell."""
-        return 1 - 1 / (self.sx * self.sy)
+        return 1 - 1 / (self.sx * self.sy * (self.st or 1))
 
     @property
     def search(self) -> int:
@@ -311,7 +311,8 @@ class Settings:
     @property
     def highest_ratio(self) -> float:
         """Of all places and times, but for what a schedule that is a function will say."""
-        ratios = [self.ratio, self.ratio_end or 0.0, *(self.level_ratios or {}).values()]
+        ratios = [self.ratio, self.ratio_end or 0.0, self.reference_ratio or 0.0]
+        ratios += (self.level_ratios or {}).values()
         if isinstance(self.schedule, Sequence) and not isinstance(self.schedule, str):
             ratios += self.schedule
         return max(ratios)

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels import Cells, Clock
+from .kernels import Cells
 from .plan import MergePlan, join
 
-__all__ = ["FrameGroups", "Keep", "Volume", "plan_tokens"]
-
-Keep = Callable[[int, int, int], tuple[MergePlan, Clock]]
-"""Memory for a plan that outlives a call, of so many items, tokens and slots; and its clock."""
+__all__ = ["FrameGroups", "Volume", "plan_tokens"]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ class Describe:
 
     size: tuple[int, int] = (512, 512)
     """Width and height of the image, in pixels."""
+    num_frames: int | None = None
+    """Frames of a video."""
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)
 
@@ -23,4 +25,4 @@ class Describe:
         pipe = self.model.load()
         width, height = self.size
         with tomesd.patched(pipe, **asdict(merge)):
-            console.print(str(tomesd.describe(pipe, height, width)))
+            console.print(str(tomesd.describe(pipe, height, width, self.num_frames)))

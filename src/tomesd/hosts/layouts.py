@@ -21,7 +21,6 @@ __all__ = [
     "from_hunyuan_video",
     "from_ids",
     "from_image",
-    "from_latte",
     "from_ltx",
     "from_lumina2",
     "from_qwen",
@@ -77,9 +76,6 @@ def from_frames(module: Any, given: Given) -> Layout:
     """Blocks work on each frame by itself, folded into the batch."""
     layout = from_video(module, given)
     return _one(layout.size, (1, *layout.grid[1:]))
-
-
-from_latte = from_frames
 
 
 def from_ltx(module: Any, given: Given) -> Layout:

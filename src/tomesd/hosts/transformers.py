@@ -46,6 +46,9 @@ _UNET_OPTIONS = (
 """Options that mean nothing on a transformer, and what they are when they are not used."""
 
 
+_OF_VIDEOS = (from_video, from_hunyuan_video, from_cogvideox, from_ltx)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """A list of blocks in a transformer; see `Tokens`."""
@@ -99,6 +102,15 @@ class Transformer:
         if settings.target not in (None, *self.targets):
             allowed = ", ".join(map(repr, self.targets))
             raise ValueError(f"target={settings.target!r}: a {self.name} allows one of {allowed}")
+        if settings.st not in (None, 1) and self.layout not in _OF_VIDEOS:
+            raise ValueError(
+                f"st={settings.st!r}: means nothing on a {self.name}: it has no frames"
+            )
+        if settings.reference_ratio is not None and self.layout not in (from_ids, from_qwen):
+            raise ValueError(
+                f"reference_ratio={settings.reference_ratio!r}: means nothing on a {self.name}: it "
+                "takes no reference images"
+            )
         if settings.metric == "keys":
             raise ValueError(f"metric='keys': a {self.name} allows 'input', 'mean' or 'previous'")
         if isinstance(settings.protect, str):
@@ -362,6 +374,54 @@ TRANSFORMERS = (
         from_image,
         _SIGMAS,
     ),
+    Transformer(
+        "BriaFiboTransformer2DModel",
+        (
+            Blocks("transformer_blocks", output=1, along=(_ALL_ROWS,)),
+            Blocks("single_transformer_blocks", joint=True, along=(_ALL_ROWS,)),
+        ),
+        from_ids,
+        _SIGMAS,
+    ),
+    Transformer(
+        "JoyImageEditTransformer3DModel",
+        (
+            Blocks(
+                "double_blocks", output=0, along=(Along(_ROPE, (0,), batched=False, parts=(0,)),)
+            ),
+        ),
+        from_video,
+        _THOUSAND,
+    ),
+    Transformer(
+        "GlmImageTransformer2DModel",
+        (
+            Blocks(
+                "transformer_blocks", output=0, along=(_IMAGE_ROWS,), refused=("attention_mask",)
+            ),
+        ),
+        from_image,
+        _THOUSAND,
+        between=("kv_caches",),
+    ),
+    Transformer(
+        "OmniGenTransformer2DModel",
+        (
+            Blocks(
+                "layers",
+                joint=True,
+                along=(_ALL_ROWS, Along("attention_mask", (2, 3), sequence=True)),
+            ),
+        ),
+        from_image,
+        _RISING,
+    ),
+    Transformer(
+        "LuminaNextDiT2DModel",
+        (Blocks("layers", along=(Along(_ROPE, (1,)), Along("attention_mask", (1,)))),),
+        from_image,
+        _RISING,
+    ),
     # Videos
     Transformer(
         "WanTransformer3DModel",
@@ -385,6 +445,12 @@ TRANSFORMERS = (
                 refused=("attention_mask",),
             ),
         ),
+        from_video,
+        _THOUSAND,
+    ),
+    Transformer(
+        "WanAnimateTransformer3DModel",
+        (Blocks("blocks", along=_WAN_ALONG, alone=True),),  # an adapter wants whole frames
         from_video,
         _THOUSAND,
     ),
@@ -448,7 +514,7 @@ TRANSFORMERS = (
         from_ltx,
         _THOUSAND,
     ),
-    Transformer("MochiTransformer3DModel", (_DUAL,), from_video, _RISING),
+    Transformer("MochiTransformer3DModel", (_DUAL,), from_video, Timeline(0.0, 1000.0, flow=True)),
     Transformer("EasyAnimateTransformer3DModel", (_DUAL,), from_video, _THOUSAND),
     Transformer(
         "AllegroTransformer3DModel",

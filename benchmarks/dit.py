@@ -98,6 +98,7 @@ def measure(setting: Setting, model: Any, effort: Effort) -> Iterator[Row]:
         output = call()[0]
         patch = patch_of(own)
         results[ratio] = {
+            "error": None,
             "finite": bool(output.isfinite().all()),
             "merged": patch is not None and any(d.merges for d in patch.decisions),
             "peak_mib": MemoryProbe(device).peak_mib(call),

@@ -11,6 +11,7 @@ TABLES = {
     "speed": readme.speed,
     "quality": readme.quality,
     "memory on a CPU": readme.memory_cpu,
+    "transformers": performance.transformers,
     "graph": performance.graph,
     "eager": performance.eager,
     "compiled": performance.compiled,

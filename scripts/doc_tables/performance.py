@@ -12,6 +12,18 @@ STEPS = 50
 """Of an image in the paper."""
 
 
+def transformers(results: Results) -> Table:
+    """One call of diffusion transformers."""
+    found = results.settings("transformers")
+    labels = ("unpatched", "ratio 0.5", "ratio 0.75")
+    lines = [
+        [one.first["setting"], *(gained(one, one.find(label), spread=True) for label in labels)]
+        for one in found
+    ]
+    header = ["one call of the model, ms", "unpatched", "half of the tokens", "a quarter left"]
+    return Table(header, lines, rows_of(found))
+
+
 def bound(results: Results, section: str) -> Table:
     """The eight settings in a mode, and how much of the possible gain each variant makes."""
     labels = ("unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS)

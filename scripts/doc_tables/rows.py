@@ -62,7 +62,7 @@ class Results:
 
     def runs(self, section: str) -> dict[tuple[str, str], list[Comparison]]:
         """By setting and mode, all measurements of a section of the benchmarks, the last first."""
-        rows = [row for name in ("gpu", "compiled", "cpu") for row in self.file(name)]
+        rows = [row for name in ("dit", "gpu", "compiled", "cpu") for row in self.file(name)]
         found: dict[tuple[str, str], list[Comparison]] = {}
         for one in comparisons(row for row in rows if row["section"] == section):
             found.setdefault((one.first["setting"], one.first["mode"]), []).append(one)

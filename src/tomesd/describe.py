@@ -1,5 +1,9 @@
 """What a patch does to a model at an image size, found by running the model on shapes alone."""
 
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +19,9 @@ from .settings import Settings
 from .state import Call, Decision, LeftAlone, Patch, Scope, run_inside
 
 __all__ = ["Description", "Level", "Part", "describe"]
+
+_CONSTANT = 1 << 24
+"""Numbers in a constant, at most."""
 
 
 @dataclass(frozen=True)
@@ -137,18 +144,16 @@ def describe(
 
 
 def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inputs: Any) -> Part:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
-
     module, patch = found.module, patch_of(found.module)
     assert patch is not None
-    if inputs is None:
-        inputs = example_inputs(module, size, batch, frames)
-    if inputs is None:
-        raise UnsupportedModelError(
-            f"describe cannot make up inputs for {type(module).__name__}; "
-            "pass them: describe(model, height, width, inputs={...})"
-        )
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), _shapes_alone(module):
+        if inputs is None:
+            inputs = example_inputs(module, size, batch, frames)
+        if inputs is None:
+            raise UnsupportedModelError(
+                f"describe cannot make up inputs for {type(module).__name__}; "
+                "pass them: describe(model, height, width, inputs={...})"
+            )
         flops, _ = _run(module, patch, Settings(ratio=0.0), size, inputs)
         settings = patch.settings
         if settings.share == "steps":  # nothing made here may be kept for a real call
@@ -156,6 +161,42 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
         merged_flops, decisions = _run(module, patch, settings, size, inputs)
     levels = _levels(decisions)
     return Part(found.name, patch.settings, size, levels, patch.blocks, flops, merged_flops)
+
+
+@contextmanager
+def _shapes_alone(module: nn.Module) -> Iterator[None]:
+    """Tensors made inside have no data, but for small constants, which a model may read."""
+    from torch._subclasses import fake_tensor  # slow to import
+
+    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = _CONSTANT  # masks and positions, which are read as a whole
+    try:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    except (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+    ) as error:
+        raise UnsupportedModelError(
+            f"describe runs a model on shapes alone, and a {type(module).__name__} cannot: it "
+            f"reads what it computes ({error})"
+        ) from error
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+        _clear_caches(module)
+
+
+def _clear_caches(module: nn.Module) -> None:
+    """Empties the `lru_cache` of every method, which would give shapes without data to real calls.
+
+    QwenImage has such methods; diffusers wraps them, so that the cache is in a closure.
+    """
+    classes = {cls for part in module.modules() for cls in type(part).__mro__}
+    for method in (value for cls in classes for value in vars(cls).values()):
+        closure = inspect.getclosurevars(method).nonlocals if inspect.isfunction(method) else {}
+        for function in (method, *closure.values()):
+            if isinstance(function, functools._lru_cache_wrapper):
+                function.cache_clear()
 
 
 def _run(

@@ -179,12 +179,24 @@ def _mask(scope: Scope, x: Tensor) -> Tensor | None:
             return mask
     if isinstance(settings.protect, Tensor):
         mask = mask_on_grid(settings.protect.to(x.device), grid[1:], x.shape[0])
+        mask = _among_all(scope, mask.repeat(1, grid[0]), x.shape[1])
     else:
         assert call.guided is not None
         difference, same_image = call.guided
         mask = most_guided(difference, grid[1:], settings.protect_share) & same_image
     call.masks.append((grid, mask))
     return mask
+
+
+def _among_all(scope: Scope, mask: Tensor, tokens: int) -> Tensor:
+    """A mask of the image's tokens `[B, n]` in a sequence with others, such as of references."""
+    assert scope.decision is not None
+    start = 0
+    for segment in next(iter(scope.decision.segments.values())):
+        if segment.volume is not None:
+            break
+        start += segment.tokens
+    return F.pad(mask, (start, tokens - start - mask.shape[1]))
 
 
 def load_kernels(scope: Scope, features: Tensor, channels: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_dit import DITS, Dit
+from zoo_dit import DITS, UNIT_TIME, Dit
 
 import tomesd
 from tomesd.hosts.transformers import TRANSFORMERS
@@ -28,8 +28,8 @@ def patched_model(dit: Dit, ratio: float = 0.5, **options: Any) -> Any:
 
 
 def block_lists(model: nn.Module) -> list[str]:
-    kinds = [cls.__name__ for cls in type(model).__mro__]
-    return [part.path for kind in kinds if kind in ROWS for part in ROWS[kind].lists]
+    kind = next(cls.__name__ for cls in type(model).__mro__ if cls.__name__ in ROWS)
+    return [part.path for part in ROWS[kind].lists]
 
 
 def input_name(model: nn.Module) -> str:
@@ -111,18 +111,11 @@ def texts_swapped(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: same(name, value) for name, value in inputs.items()}
 
 
-def late_and_early(dit: Dit, inputs: dict[str, Any], noise: float) -> dict[str, Any]:
+def at_noise(dit: Dit, inputs: dict[str, Any], noise: float) -> dict[str, Any]:
     """The inputs at a time at which the share `noise` of the way from noise is still to go."""
-    rising = dit.kind in (
-        "ZImageTransformer2DModel",
-        "Lumina2Transformer2DModel",
-        "MochiTransformer3DModel",
-    )
-    for name in ("timestep", "timesteps", "t"):
-        if name in inputs:
-            most = 1000.0 if inputs[name].max() > 1 else 1.0
-            most = 1.0 if dit.kind == "MochiTransformer3DModel" else most
-            time = most * (1 - noise if rising else noise)
-            given = inputs[name] > 0  # frames that are given keep their time, 0
-            return inputs | {name: torch.where(given, torch.full_like(inputs[name], time), 0)}
-    raise AssertionError(f"{dit.kind} has no time")
+    rising = ("ZImageTransformer2DModel", "Lumina2Transformer2DModel", "MochiTransformer3DModel")
+    name = next(name for name in ("timestep", "timesteps", "t") if name in inputs)
+    most = 1.0 if dit.kind in {*UNIT_TIME, *rising} else 1000.0
+    time = most * (1 - noise if dit.kind in rising else noise)
+    given = inputs[name] > 0  # frames that are given keep their time, 0
+    return inputs | {name: torch.where(given, torch.full_like(inputs[name], time), 0)}

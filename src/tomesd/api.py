@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .hosts import FoundModel, find_models, find_modules, find_timeline
+from .hosts import FoundModel, Site, find_models, find_modules, find_timeline
 from .patch import patch_of, restore, swap
 from .presets import Preset
 from .presets import preset as preset_options
@@ -91,11 +91,12 @@ def apply_patch(
     asked = Settings(**{**options, **given})
     found = find_models(model)
     patches = [_make_patch(model, part, asked) for part in found]
+    sites = [part.sites(patch.settings) for part, patch in zip(found, patches, strict=True)]
     remove_patch(model)
     asked.warn_if_capped()
     try:
-        for part, patch in zip(found, patches, strict=True):
-            _swap_all(part, patch)
+        for own, patch in zip(sites, patches, strict=True):
+            _swap_all(own, patch)
     except BaseException:
         remove_patch(model)  # nothing is half applied
         raise
@@ -110,8 +111,8 @@ def _make_patch(model: Any, part: FoundModel, asked: Settings) -> Patch:
     return Patch(settings, asked, part.rooted, timeline, part.blocks)
 
 
-def _swap_all(part: FoundModel, patch: Patch) -> None:
-    for module, role in part.sites(patch.settings):
+def _swap_all(sites: list[Site], patch: Patch) -> None:
+    for module, role in sites:
         swap(module, role, patch)
 
 
@@ -133,7 +134,7 @@ def patched(model: _Model, *args: Any, **options: Any) -> Iterator[_Model]:
         remove_patch(model)
         for part, patch in before:
             if patch is not None:
-                _swap_all(part, patch)
+                _swap_all(part.sites(patch.settings), patch)
 
 
 def _patched_modules(model: Any) -> list[nn.Module]:

@@ -1,5 +1,7 @@
 """What a patch does to a model at an image size, found by running the model on shapes alone."""
 
+import functools
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,6 +204,19 @@ def _reads_data(error: RuntimeError) -> bool:
     )
 
 
+def _clear_caches(module: nn.Module) -> None:
+    """Empties the `lru_cache` of every method, which would give shapes without data to real calls.
+
+    QwenImage has such methods; diffusers wraps them, so that the cache is in a closure.
+    """
+    classes = {cls for part in module.modules() for cls in type(part).__mro__}
+    for method in (value for cls in classes for value in vars(cls).values()):
+        closure = inspect.getclosurevars(method).nonlocals if inspect.isfunction(method) else {}
+        for function in (method, *closure.values()):
+            if isinstance(function, functools._lru_cache_wrapper):
+                function.cache_clear()
+
+
 def _run(
     module: nn.Module, patch: Patch, settings: Settings, size: tuple[int, int], inputs: Any
 ) -> tuple[int, list[Decision]]:
@@ -217,7 +232,7 @@ def _run(
         custom_mapping={cpu_attention: _attention_flops, **plan_flops()},
     )
     # Models may read short tensors such as masks, if these are known to be constant.
-    limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, 1 << 16
+    limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, 1 << 24
     try:
         with torch.no_grad(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             constants = {name: _constant(name, value) for name, value in inputs.items()}
@@ -225,6 +240,7 @@ def _run(
                 run_inside(Scope(call), module, **constants)
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+        _clear_caches(module)
     return counter.get_total_flops(), call.decisions
 
 

@@ -52,14 +52,25 @@ class Timeline:
         done = self.progress(time)
         return (1 - done) ** 2 / ((1 - done) ** 2 + done**2)
 
-    def falling(self, timestep: Tensor) -> Tensor:
-        """Timesteps `[]`, `[T]` or `[T, n]` as `[]` or `[T]` that fall from noise to image.
+    @property
+    def rises(self) -> bool:
+        """Whether times rise from noise to image."""
+        return self.image > (self.noise or 0.0)
+
+    def noisiest(self, timestep: Tensor) -> Tensor:
+        """Timesteps `[]`, `[T]` or `[T, n]` as `[]` or `[T]`.
 
         Where tokens have times of their own, the noisiest counts: others are given, not made.
         """
-        if self.image > (self.noise or 0.0):
-            timestep = self.image - timestep
-        return timestep if timestep.ndim < 2 else timestep.flatten(1).amax(dim=1)
+        if timestep.ndim < 2:
+            return timestep
+        times = timestep.flatten(1)
+        return times.amin(dim=1) if self.rises else times.amax(dim=1)
+
+    def falling(self, timestep: Tensor) -> Tensor:
+        """The noisiest of timesteps, as `[]` or `[T]` that fall from noise to image."""
+        timestep = self.noisiest(timestep)
+        return self.image - timestep if self.rises else timestep
 
 
 def ratio_at(time: float, settings: Settings, timeline: Timeline) -> float:

@@ -62,7 +62,7 @@ class Settings:
 
     ratio: float = 0.5
     """Share of the tokens to remove, 0 to 1. At most `1 - 1/(sx*sy)` of them can be removed
-    (0.75 in 2x2 cells); more is merged at that cap, with a warning. Of 512 tokens
+    (0.75 in 2x2 cells; `st` counts too); more is merged at that cap, with a warning. Of 512 tokens
     or more, up to 7 more are removed, so that a multiple of 8 is left, unless `window` is 0."""
 
     max_downsample: int | None = None
@@ -334,9 +334,11 @@ class Settings:
     def warn_if_capped(self) -> None:
         ratio = self.highest_ratio
         if ratio > self.ratio_cap and self.active:
+            sides = (self.sx, self.sy, self.st) if self.st else (self.sx, self.sy)
+            cells = "x".join(map(str, sides))
             warnings.warn(
-                f"ratio={ratio:g} is more than {self.sx}x{self.sy} cells allow: merging at "
-                f"the cap, an effective ratio of {self.ratio_cap:g} (larger cells raise it)",
+                f"ratio={ratio:g} is more than {cells} cells allow: merging at the "
+                f"cap, an effective ratio of {self.ratio_cap:g} (larger cells raise it)",
                 MergeWarning,
                 stacklevel=3,
             )

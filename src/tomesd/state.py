@@ -113,7 +113,7 @@ def _ratio_at(name: str, timestep: Any) -> str:
                 "schedule, start, end, tau: how many tokens are merged depends on the timestep, "
                 "which a CUDA graph cannot read; capture a graph for each ratio"
             )
-        timestep = timestep.float().mean().item()
+        timestep = patch.timeline.noisiest(timestep).float().mean().item()
     return repr(ratio_at(float(timestep), patch.settings, patch.timeline))
 
 

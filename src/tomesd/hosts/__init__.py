@@ -14,7 +14,14 @@ from .names import class_names
 from .timeline import find_timeline
 from .transformers import Transformer, find_row
 
-__all__ = ["FoundModel", "UnsupportedModelError", "find_models", "find_modules", "find_timeline"]
+__all__ = [
+    "FoundModel",
+    "Site",
+    "UnsupportedModelError",
+    "find_models",
+    "find_modules",
+    "find_timeline",
+]
 
 Site = tuple[nn.Module, Role]
 

@@ -304,10 +304,8 @@ def _text_ids(call: _Call) -> Tensor:
 def _image_ids(call: _Call) -> Tensor:
     """Positions [tokens, axes]: row and column are the second and third axis everywhere."""
     rows, columns = call.grid
-    ids = call.whole().new_zeros(rows, columns, len(call.axes_dims_rope))
-    ids[..., 1] = call.count(rows)[:, None]
-    ids[..., 2] = call.count(columns)
-    return ids.flatten(0, 1)
+    more = [0] * (len(call.axes_dims_rope) - 3)
+    return call.known([[0, row, column, *more] for row in range(rows) for column in range(columns)])
 
 
 def _turns(call: _Call, tokens: int, width: int) -> tuple[Tensor, Tensor]:
@@ -466,6 +464,10 @@ _TRANSFORMERS: dict[str, tuple[_Rule, int]] = {
     "SD3Transformer2DModel": (_image, 333),
     "SanaTransformer2DModel": (_image, 300),
     "ZImageTransformer2DModel": (_image, 128),
+    # ControlNets
+    "FluxControlNetModel": (_packed, 512),
+    "QwenImageControlNetModel": (_packed, 256),
+    "SD3ControlNetModel": (_image, 333),
     # videos
     "AllegroTransformer3DModel": (_video, 512),
     "ChronoEditTransformer3DModel": (_video, 512),
@@ -505,6 +507,7 @@ _OWN: dict[str, dict[str, _Rule]] = {
     },
     "HiDreamImageTransformer2DModel": {"img_ids": lambda c: None},  # made by the model
     "HunyuanDiT2DModel": {"image_rotary_emb": lambda c: _turns(c, c.tokens, c.attention_head_dim)},
+    "FluxControlNetModel": {"controlnet_cond": _packed},
     "HunyuanVideo15Transformer3DModel": {
         "encoder_hidden_states_2": lambda c: c.tensor(256, c.text_embed_2_dim),
         "encoder_attention_mask_2": lambda c: c.mask(256),
@@ -526,6 +529,14 @@ _OWN: dict[str, dict[str, _Rule]] = {
         "cross_attention_kwargs": lambda c: {},  # None is the default, and an error
     },
     "NucleusMoEImageTransformer2DModel": {"img_shapes": lambda c: [(1, *c.grid)] * c.batch},
+    "QwenImageControlNetModel": {
+        "controlnet_cond": lambda c: c.tensor(
+            c.tokens, c.in_channels + (c.extra_condition_channels or 0)
+        )
+    },
+    "SD3ControlNetModel": {
+        "controlnet_cond": lambda c: c.picture(c.in_channels + (c.extra_conditioning_channels or 0))
+    },
     "OmniGenTransformer2DModel": {
         "attention_mask": _omnigen_mask,
         "position_ids": lambda c: c.count(c.text + 1 + c.tokens).expand(c.batch, -1),

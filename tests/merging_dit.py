@@ -101,7 +101,7 @@ def assert_differs(actual: Tensor, other: Tensor) -> None:
 
 def texts_swapped(inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs of guidance: both items have the first one's picture and time, and own texts."""
-    words = ("text", "encoder", "cap_feats", "pooled", "txt", "attention_mask")
+    words = ("text", "encoder", "cap_feats", "pooled", "txt", "attention_mask", "input_ids")
 
     def same(name: str, value: Any) -> Any:
         if any(word in name for word in words) or not isinstance(value, Tensor):
@@ -115,7 +115,7 @@ def at_noise(dit: Dit, inputs: dict[str, Any], noise: float) -> dict[str, Any]:
     """The inputs at a time at which the share `noise` of the way from noise is still to go."""
     rising = ("ZImageTransformer2DModel", "Lumina2Transformer2DModel", "MochiTransformer3DModel")
     name = next(name for name in ("timestep", "timesteps", "t") if name in inputs)
-    most = 1.0 if dit.kind in {*UNIT_TIME, *rising} else 1000.0
+    most = 1.0 if dit.kind in {*UNIT_TIME, *rising[:2]} else 1000.0
     time = most * (1 - noise if dit.kind in rising else noise)
     given = inputs[name] > 0  # frames that are given keep their time, 0
     return inputs | {name: torch.where(given, torch.full_like(inputs[name], time), 0)}

@@ -25,6 +25,7 @@ import tomesd
 
 # Tokens that go at a ratio of 0.5. A picture has 6 x 4 tokens, and a video three times as many.
 REMOVED = {
+    "joyimage": 12,
     "flux_kontext": 12 + 3,  # of the reference too
     "flux2_edit": 12 + 3,
     "qwen_edit": 12 + 3,

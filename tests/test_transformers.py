@@ -127,7 +127,8 @@ def test_guidance_may_be_split_or_in_one_batch(dit: Dit) -> None:
     batched = dit.run(model, inputs)
     split = torch.cat([dit.run(model, alone(inputs, k)) for k in range(2)])
     assert_rounding(split, batched)
-    assert not torch.equal(batched[0], batched[1])
+    if dit.name != "omnigen":  # its text is numbers of words, which all items have in common
+        assert not torch.equal(batched[0], batched[1])
 
 
 # Where the picture is in the sequence of all: (length, item) to its tokens. Both items of Lumina

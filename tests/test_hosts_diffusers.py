@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import zoo_dit
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from zoo_diffusers import HOSTS, Host, call, make_unet, module_state, noise, seeded, tokens_into
@@ -450,44 +451,11 @@ def test_freeu_before_and_after_the_patch(name: str) -> None:
     assert torch.equal(host.run(early), plain)
 
 
-def _sd3() -> nn.Module:
-    return diffusers.SD3Transformer2DModel(
-        sample_size=16,
-        num_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        joint_attention_dim=32,
-        caption_projection_dim=32,
-        pooled_projection_dim=32,
-        pos_embed_max_size=16,
-        in_channels=4,
-        out_channels=4,
-    )
+def _sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
 
-def _flux() -> nn.Module:
-    return diffusers.FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
-
-
-def _flux_pipeline() -> Any:
-    names = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    nothing = dict.fromkeys(names)
-    return diffusers.FluxPipeline(scheduler=scheduler, transformer=_flux(), **nothing)
-
-
-@pytest.mark.parametrize(
-    "make", [_sd3, _flux, _flux_pipeline, lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU())]
-)
+@pytest.mark.parametrize("make", [zoo_dit.DITS["krea2"].build, _sequential])
 def test_unsupported_models_are_refused_and_left_alone(make: Callable[[], Any]) -> None:
     model = make()
     root = getattr(model, "transformer", model)

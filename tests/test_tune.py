@@ -74,7 +74,7 @@ def test_the_known_ones_come_first_and_given_options_stay() -> None:
     known = [0.37, *(options["ratio"] for options in PRESETS.values())]
     assert ratios[0] == 0.37
     assert set(known) <= set(ratios[: len(first)])
-    assert all(m.options["sx"] == 4 and "target" not in m.options for m in seen)
+    assert all(m.options["sx"] == 4 and m.options["target"] == "attn" for m in seen)
     assert all(m.options.get("max_downsample") is None for m in seen)
 
 

@@ -1,6 +1,9 @@
 """Plans of segments and of frames, against plans of the parts they are made of."""
 
+import functools
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +12,12 @@ from hypothesis import strategies as st
 from plan_problems import assert_same_plan, assert_valid
 from torch import Tensor
 
-from tomesd.kernels import Cells, Clock
+from tomesd import planning
+from tomesd.kernels import Cells, Clock, Draw
 from tomesd.plan import MergePlan, join
 from tomesd.selectors import SELECTORS
-from tomesd.volume import FrameGroups, Volume, plan_tokens
+from tomesd.volume import FrameGroups, Volume
+from tomesd.volume import plan_tokens as plan_volume
 
 CPU = torch.device("cpu")
 every_selector = pytest.mark.parametrize("name", SELECTORS)
@@ -37,6 +42,11 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Volume, tuple[int, ...], dict, tu
     timestep = draw(st.sampled_from([torch.tensor(500), torch.rand(batch, generator=generator)]))
     drawn = draw(st.sampled_from([{}, {"timestep": timestep, "key": 77}]))
     return metric, volume, removes, drawn, (grid, cell, together, window)
+
+
+def plan_tokens(selector: Any, metric: Tensor, volume: Volume, removes: Any, **how: Any) -> Any:
+    """The plan of a volume by a selector."""
+    return plan_volume(functools.partial(selector, **how), metric, volume, removes)
 
 
 def group_of(volume: Volume) -> list[int]:
@@ -148,13 +158,11 @@ def test_an_item_does_not_depend_on_the_others_and_plans_are_reproducible(name, 
 
 
 def test_times_that_do_not_fit_the_batch_fit_no_better_in_groups() -> None:
-    metric = torch.randn(2, 2 * 16, 5, generator=torch.Generator().manual_seed(0))
-    volume, times = Volume.of((2, 4, 4), 2, 2), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    plans = [
-        plan_tokens(SELECTORS["bipartite"], metric, volume, (8,), timestep=time, key=9)
-        for time in (times, times[0])
-    ]
-    assert torch.equal(plans[0].slot, plans[1].slot)
+    """Groups of frames are images to a selector: as many times as images would look right."""
+    times = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    found = planning._times(SimpleNamespace(timestep=times), 2)
+    assert torch.equal(found, times[:1])
+    assert planning._times(SimpleNamespace(timestep=times[:2]), 4) is not None
 
 
 @pytest.mark.parametrize(
@@ -245,11 +253,19 @@ def test_plans_of_frames_are_kept_from_step_to_step(name) -> None:
             memory[shape] = (MergePlan.empty(*shape, CPU, False), clock)
         return memory[shape]
 
-    slots = []
+    selector, slots = SELECTORS[name], []
     for time in (9.0, 8.0, 7.0):
         metric = torch.randn(2, 120, 5, generator=generator)
         how = {"timestep": torch.tensor(time), "key": 3}
-        plan = plan_tokens(SELECTORS[name], metric, volume, removes, keep=keep, **how)
+
+        def select(metric: Tensor, cells: Cells, remove: int, how: Any = how) -> MergePlan:
+            if selector.fixed:
+                return selector(metric, cells, remove, **how)
+            plan, clock = keep(metric.shape[0], cells.tokens, cells.tokens - remove)
+            selector.write(plan, metric, cells, remove, Draw(how["timestep"], how["key"]), clock)
+            return plan
+
+        plan = plan_volume(select, metric, volume, removes)
         new = plan_tokens(SELECTORS[name], metric, volume, removes, **how)
         assert_valid(plan, 2, 120, volume.slots(removes))
         slots.append((plan.slot.clone(), new.slot))

@@ -135,6 +135,8 @@ class Tokens:
         """
         given = [(along, self.get(along.name, args, kwargs)) for along in self.along]
         given = [(along, value) for along, value in given if value is not None]
+        if not given:
+            return [{}]
         # In a joint sequence, the image is where it is in the input, whatever rows come after it.
         length = self.take(args, kwargs).shape[1] if self.joint else None
         batch = plan.slot.shape[0]

@@ -120,7 +120,7 @@ def describe(
         batch: of one call of the model; guidance runs conditional and unconditional as 2.
         inputs: keyword arguments of the model's forward, for models whose inputs we cannot make up.
     """
-    scale = getattr(model, "vae_scale_factor", 8)
+    scale = _known(model, _PIXELS, 8)
     least = {"height": scale, "width": scale, "num_frames": 1}
     for name, value in (("height", height), ("width", width), ("num_frames", num_frames or 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least[name]:
@@ -129,7 +129,7 @@ def describe(
     size = (height // scale, width // scale)
     frames = 8
     if num_frames is not None:
-        frames = (num_frames - 1) // getattr(model, "vae_scale_factor_temporal", 4) + 1
+        frames = (num_frames - 1) // _known(model, _FRAMES, 4) + 1
     found = [part for part in find_models(model) if part.rooted]
     if not found:
         raise UnsupportedModelError(
@@ -141,6 +141,24 @@ def describe(
     with patched(model, ratio=0.0):
         parts = (_part(part, size, frames, batch, inputs) for part in found)
         return Description(tuple(replace(part, settings=None) for part in parts))
+
+
+# What pipelines call it: pixels along a side of a latent one, and frames that become one.
+_PIXELS = (
+    "vae_scale_factor",
+    "vae_scale_factor_spatial",
+    "vae_spatial_compression_ratio",
+    "vae_spatial_scale_factor",
+)
+_FRAMES = (
+    "vae_scale_factor_temporal",
+    "vae_temporal_compression_ratio",
+    "vae_temporal_scale_factor",
+)
+
+
+def _known(model: Any, names: tuple[str, ...], usual: int) -> int:
+    return next((int(getattr(model, name)) for name in names if hasattr(model, name)), usual)
 
 
 def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inputs: Any) -> Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -52,6 +53,7 @@ def block_calls(model: nn.Module) -> Iterator[list[BlockCall]]:
     def noting(forward: Any) -> Any:
         names = inspect.signature(forward)
 
+        @functools.wraps(forward)
         def note(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(self) in blocks:
                 given = dict(names.bind(self, *args, **kwargs).arguments)
@@ -115,7 +117,7 @@ def at_noise(dit: Dit, inputs: dict[str, Any], noise: float) -> dict[str, Any]:
     """The inputs at a time at which the share `noise` of the way from noise is still to go."""
     rising = ("ZImageTransformer2DModel", "Lumina2Transformer2DModel", "MochiTransformer3DModel")
     name = next(name for name in ("timestep", "timesteps", "t") if name in inputs)
-    most = 1.0 if dit.kind in {*UNIT_TIME, *rising[:2]} else 1000.0
+    most = 1.0 if dit.kind in UNIT_TIME else 1000.0
     time = most * (1 - noise if dit.kind in rising else noise)
     given = inputs[name] > 0  # frames that are given keep their time, 0
     return inputs | {name: torch.where(given, torch.full_like(inputs[name], time), 0)}

@@ -272,7 +272,11 @@ def ltx() -> Case:
 
 
 def mochi() -> Case:
-    pipe = _pipeline(diffusers.MochiPipeline, transformer=DITS["mochi"].build())
+    pipe = _pipeline(
+        diffusers.MochiPipeline,
+        transformer=DITS["mochi"].build(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+    )
     masks = _masks("prompt_attention_mask", hidden=2)
     return pipe, _common() | _embeds(32) | masks | {"num_frames": 13}
 

@@ -182,6 +182,12 @@ def explain_nothing(call: Call) -> str:
             "tomesd merged nothing: at this image and batch size, finding out what to merge takes "
             'longer than merging saves; when="always" merges all the same'
         )
+    if "attention is cached" in reasons:
+        return (
+            "tomesd merged nothing: a cache keeps what attention gave at one step for others "
+            "(TaylorSeer, pyramid attention broadcast, FasterCache), at which other tokens would "
+            "be merged. Caches of whole blocks (first block cache, MagCache) go with merging"
+        )
     if torch.compiler.is_compiling():  # numbers may be symbols there, and cannot be told
         return "tomesd merged nothing: the settings leave nothing to merge at this image size"
     where = f"at latent size {call.size[0]}x{call.size[1]}"

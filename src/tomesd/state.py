@@ -45,9 +45,10 @@ __all__ = [
 Grid = tuple[int, int, int]
 """Frames, rows and columns of tokens. An image has one frame."""
 
-LeftAlone = Literal["", "not faster", "pays in CUDA graphs only"]
+LeftAlone = Literal["", "not faster", "pays in CUDA graphs only", "attention is cached"]
 """Why blocks are not merged that could be: merging costs more than it saves, or does so because the
-host has to launch the kernels. Empty: they are merged."""
+host has to launch the kernels; or a cache keeps what attention gave for later steps, at which other
+tokens are merged. Empty: they are merged."""
 
 _patches: "WeakValueDictionary[str, Patch]" = WeakValueDictionary()
 

@@ -183,10 +183,11 @@ def _channels(block: nn.Module) -> int:
     return next((width for width in layers if isinstance(width, int)), 1024)
 
 
-# How times run: from 1 or 1000 (noise) to 0, or from 0 (noise) to 1.
+# How times run: from 1 or 1000 (noise) to 0, or from 0 (noise) to 1 or 1000.
 _SIGMAS = Timeline(1.0, flow=True)
 _THOUSAND = Timeline(1000.0, flow=True)
 _RISING = Timeline(0.0, 1.0, flow=True)
+_TO_THOUSAND = Timeline(0.0, 1000.0, flow=True)
 
 _ROPE = "image_rotary_emb"
 # (cos, sin) [T + N, d], text first; [N, d]
@@ -514,7 +515,7 @@ TRANSFORMERS = (
         from_ltx,
         _THOUSAND,
     ),
-    Transformer("MochiTransformer3DModel", (_DUAL,), from_video, Timeline(0.0, 1000.0, flow=True)),
+    Transformer("MochiTransformer3DModel", (_DUAL,), from_video, _TO_THOUSAND),
     Transformer("EasyAnimateTransformer3DModel", (_DUAL,), from_video, _THOUSAND),
     Transformer(
         "AllegroTransformer3DModel",

@@ -95,6 +95,8 @@ class TransformerRoot(_Root):
             latent.device, latent.element_size(), batch, self.channels, self.merging, patch.blocks
         )
         decision = decide_layout(call, layout, work)
+        if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
+            decision.left_alone = "attention is cached"
         output = run_inside(Scope(call, decision), inner, *args, **kwargs)
         self.finish_call(call)
         return output
@@ -107,9 +109,23 @@ class TransformerRoot(_Root):
             return True
         return any(_may_be_skipped(block) for name in self.lists for block in getattr(module, name))
 
+    def _caches_attention(self, module: nn.Module) -> bool:
+        """Whether what a layer in a block gave may be used at another step."""
+        blocks = [block for name in self.lists for block in getattr(module, name)]
+        return any(_is_cached(layer) for block in blocks for layer in block.children())
+
 
 # Hooks of diffusers that run a block as it is.
 _PLAIN_HOOKS = ("group_offloading", "layerwise_casting", "lazy_prefetch_group_offloading")
+
+
+# Hooks that keep what attention gave.
+_ATTENTION_CACHES = ("taylorseer_cache", "pyramid_attention_broadcast", "faster_cache_block")
+
+
+def _is_cached(layer: nn.Module) -> bool:
+    registry = layer.__dict__.get("_diffusers_hook")
+    return registry is not None and any(name in registry.hooks for name in _ATTENTION_CACHES)
 
 
 def _may_be_skipped(block: nn.Module) -> bool:

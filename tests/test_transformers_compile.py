@@ -1,0 +1,132 @@
+"""torch.compile of patched diffusion transformers, in any order with the patch.
+
+The models are cut to few blocks, and most calls are of one item: tracing more only costs time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from merging_dit import ALWAYS, SUPPORTED, assert_differs, assert_rounding, at_noise
+from torch._dynamo.testing import CompileCounterWithBackend
+from zoo_dit import Dit, alone
+
+import tomesd
+
+
+def small(name: str, **layers: int) -> Dit:
+    return replace(SUPPORTED[name], config=SUPPORTED[name].config | layers)
+
+
+FLUX = small("flux", num_layers=2, num_single_layers=2)
+SD3 = small("sd3", num_layers=3)
+WAN = small("wan", num_layers=3)
+QWEN = small("qwen_edit_2511", num_layers=3)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def patch(model: Any, **options: Any) -> Any:
+    return tomesd.apply_patch(model, 0.5, **{**ALWAYS, **options})
+
+
+def one(dit: Dit) -> dict[str, Any]:
+    return alone(dit.inputs(), 0)
+
+
+@pytest.mark.parametrize(
+    ("dit", "patch_first", "batch"),
+    [(FLUX, True, 2), (SD3, False, 1), (WAN, True, 1), (QWEN, False, 1)],
+    ids=lambda value: value.name if isinstance(value, Dit) else str(value),
+)
+def test_in_place(dit: Dit, patch_first: bool, batch: int) -> None:
+    inputs = dit.inputs(batch=batch)
+    plain, merged = dit.run(dit.build(), inputs), dit.run(patch(dit.build()), inputs)
+    assert_differs(merged, plain)
+    model, counter = dit.build(), CompileCounterWithBackend("eager")
+    if patch_first:
+        patch(model).compile(fullgraph=True, backend=counter)
+    else:
+        model.compile(fullgraph=True, backend=counter)
+        patch(model)
+    assert_rounding(dit.run(model, inputs), merged)
+    assert counter.frame_count == 1
+    # Another step of the same size needs no other graph.
+    later = at_noise(dit, inputs, 0.2)
+    assert_rounding(dit.run(model, later), dit.run(patch(dit.build()), later))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dit", [FLUX, WAN], ids=lambda dit: dit.name)
+def test_wrapped_and_then_patched(dit: Dit) -> None:
+    """The wrapper becomes the root: it reads what no graph can read."""
+    inputs = one(dit)
+    plain, merged = dit.run(dit.build(), inputs), dit.run(patch(dit.build()), inputs)
+    compiled = torch.compile(dit.build(), fullgraph=True, backend="eager")
+    assert_rounding(dit.run(compiled, inputs), plain)
+    assert patch(compiled) is compiled
+    assert_rounding(dit.run(compiled, inputs), merged)
+    tomesd.remove_patch(compiled)
+    assert_rounding(dit.run(compiled, inputs), plain)
+
+
+def test_patched_and_then_wrapped() -> None:
+    inputs = one(SD3)
+    merged = SD3.run(patch(SD3.build()), inputs)
+    compiled = torch.compile(patch(SD3.build()), fullgraph=True, backend="eager")
+    assert_rounding(SD3.run(compiled, inputs), merged)
+
+
+def test_what_no_graph_can_read_is_said_with_what_helps() -> None:
+    """Flux has the grid in a tensor."""
+    compiled = torch.compile(patch(FLUX.build()), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"apply_patch after torch\.compile"):
+        FLUX.run(compiled, one(FLUX))
+
+
+@pytest.mark.parametrize("order", ["compile, patch", "compile, run, patch", "patch, compile"])
+def test_repeated_blocks(order: str) -> None:
+    inputs = one(FLUX)
+    plain, merged = FLUX.run(FLUX.build(), inputs), FLUX.run(patch(FLUX.build()), inputs)
+    model, counter = FLUX.build(), CompileCounterWithBackend("eager")
+    for action in order.split(", "):
+        if action == "compile":
+            model.compile_repeated_blocks(fullgraph=True, backend=counter)
+        elif action == "patch":
+            patch(model)
+        else:
+            assert_rounding(FLUX.run(model, inputs), plain)
+    assert_rounding(FLUX.run(model, inputs), merged)
+    graphs = counter.frame_count
+    assert graphs > 0
+    later = at_noise(FLUX, inputs, 0.2)
+    assert_rounding(FLUX.run(model, later), FLUX.run(patch(FLUX.build()), later))
+    assert counter.frame_count == graphs
+    tomesd.remove_patch(model)
+    assert_rounding(FLUX.run(model, inputs), plain)
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapper"])
+def test_a_graph_for_each_ratio(way: str) -> None:
+    """Early steps merge and late ones do not: two graphs, however many steps."""
+    counter = CompileCounterWithBackend("eager")
+    model = SD3.build()
+    if way == "in place":
+        model.compile(fullgraph=True, backend=counter)
+    else:
+        model = torch.compile(model, fullgraph=True, backend=counter)
+    tomesd.apply_patch(model, 0.5, when="always")
+    for noise in (0.9, 0.7, 0.3, 0.1, 0.8):
+        step = at_noise(SD3, one(SD3), noise)
+        eager = tomesd.apply_patch(SD3.build(), 0.5, when="always")
+        assert_rounding(SD3.run(model, step), SD3.run(eager, step))
+    assert counter.frame_count == 2

@@ -1,0 +1,189 @@
+"""Whole pipelines around diffusion transformers, patched as a user would."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from merging_dit import ROWS
+from pipelines_dit import PIPELINES, run
+from torch import Tensor, nn
+from zoo_diffusers import module_state
+
+import tomesd
+from tomesd.patch import patch_of
+from tomesd.settings import Settings
+
+UNSUPPORTED = {"sana", "krea2", "nucleus", "lumina_next", "ernie"}
+SUPPORTED = [name for name in PIPELINES if name not in UNSUPPORTED]
+TRANSFORMERS = [name for name in SUPPORTED if name != "pixart_sigma"]  # which has a UNet's blocks
+
+
+def models(pipe: Any) -> dict[str, nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+
+
+def pipeline_state(pipe: Any) -> dict[str, Any]:
+    """Classes and attribute names of all models of a pipeline, and of the pipeline itself."""
+    states: dict[str, Any] = {name: module_state(part) for name, part in models(pipe).items()}
+    return states | {"pipeline": (type(pipe), frozenset(vars(pipe)))}
+
+
+def made(pipe: Any, arguments: dict[str, Any], **changes: Any) -> Tensor:
+    """One run; some pipelines draw from the global generator to encode a picture."""
+    torch.manual_seed(0)
+    return run(pipe, arguments, **changes)
+
+
+# Qwen-Edit makes any picture large, and takes a second to encode it.
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if name != "qwen_edit"])
+@pytest.mark.filterwarnings("error::tomesd.MergeWarning")
+def test_pipeline_merges_repeats_and_is_put_back(name: str) -> None:
+    pipe, arguments = PIPELINES[name]()
+    plain = made(pipe, arguments)
+    before = pipeline_state(pipe)
+    assert tomesd.apply_patch(pipe, 0.5, when="always") is pipe
+    merged = made(pipe, arguments)
+    assert merged.shape == plain.shape and merged.isfinite().all()
+    assert (merged - plain).std() > 0.01 * plain.std()
+    assert torch.equal(made(pipe, arguments), merged)
+    tomesd.apply_patch(pipe, 0.0)
+    assert torch.equal(made(pipe, arguments), plain)
+    assert tomesd.remove_patch(pipe) is pipe
+    assert pipeline_state(pipe) == before
+    assert torch.equal(made(pipe, arguments), plain)
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_other_pipelines_are_refused_and_left_as_they_are(name: str) -> None:
+    pipe, _ = PIPELINES[name]()
+    before = pipeline_state(pipe)
+    with pytest.raises(tomesd.UnsupportedModelError):
+        tomesd.apply_patch(pipe)
+    assert pipeline_state(pipe) == before
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_the_first_half_of_the_way_merges(name: str) -> None:
+    """By what the scheduler says about noise, whatever times the pipeline gives to the model."""
+    pipe, arguments = PIPELINES[name]()
+    tomesd.apply_patch(pipe, 0.5, when="always")
+    steps = 12 if name == "mochi" else 4  # Mochi's first half of the steps is a short way
+    denoisers = [part for part in (pipe.transformer, getattr(pipe, "transformer_2", None)) if part]
+    merging: dict[nn.Module, list[bool]] = {part: [] for part in denoisers}
+
+    def note(module: Any, *_: Any) -> None:
+        """What the call before this one did."""
+        if patch_of(module).decisions:
+            merging[module].append(any(d.remove > 0 for d in patch_of(module).decisions))
+
+    for part in denoisers:
+        part.register_forward_pre_hook(note)
+    made(pipe, arguments, num_inference_steps=steps)
+    for part in denoisers:
+        note(part)
+    calls = [call for part in denoisers for call in merging[part]]
+
+    times = pipe.scheduler.timesteps.float()
+    most = pipe.scheduler.config.num_train_timesteps
+    if type(pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
+        if pipe.scheduler.config.invert_sigmas:
+            times = most - times
+    else:
+        most -= 1
+    expected = [float(1 - time / most) <= 0.5 for time in times]
+    assert True in expected and False in expected
+    each = len(calls) // steps  # in a step: one, or one for each prompt
+    assert calls == [step for step in expected for _ in range(each)]
+
+
+def test_both_transformers_of_wan() -> None:
+    """The one for much noise, and the one for little."""
+    pipe, arguments = PIPELINES["wan"]()
+    arguments["num_inference_steps"] = 4
+    plain = made(pipe, arguments)
+    outputs = {}
+    for parts in (("transformer",), ("transformer_2",), ("transformer", "transformer_2")):
+        tomesd.apply_patch(pipe, 0.5, when="always", end=1.0)
+        for name in {"transformer", "transformer_2"} - set(parts):
+            tomesd.remove_patch(getattr(pipe, name))
+        outputs[parts] = made(pipe, arguments)
+        assert (outputs[parts] - plain).std() > 0.01 * plain.std()
+    first, second, both = outputs.values()
+    assert not torch.equal(first, both) and not torch.equal(second, both)
+    tomesd.remove_patch(pipe)
+    assert torch.equal(made(pipe, arguments), plain)
+
+
+@pytest.mark.parametrize("name", ["flux_controlnet", "sd3_controlnet"])
+def test_controlnets_are_patched_along(name: str, caplog: Any) -> None:
+    pipe, arguments = PIPELINES[name]()
+    plain = made(pipe, arguments)
+    with caplog.at_level(logging.INFO, logger="tomesd"):
+        tomesd.apply_patch(pipe, 0.5, when="always", end=1.0)
+    assert "controlnet" in caplog.text
+    seen: dict[str, set[int]] = {"controlnet": set(), "transformer": set()}
+    for part, tokens in seen.items():
+        block = getattr(pipe, part).transformer_blocks[1]
+        layer = block.attn.to_q
+        layer.register_forward_pre_hook(lambda m, args, t=tokens: t.add(args[0].shape[1]))
+    both = made(pipe, arguments)
+    assert seen == {"controlnet": {12}, "transformer": {12}}
+    tomesd.remove_patch(pipe.controlnet)
+    alone = made(pipe, arguments)
+    assert (both - alone).std() > 1e-3 * plain.std() and (alone - plain).std() > 0.01 * plain.std()
+
+
+@pytest.mark.parametrize("name", ["flux_controlnet", "sd3_controlnet", "wan"])
+def test_each_part_gets_its_own_settings_back(name: str) -> None:
+    pipe, arguments = PIPELINES[name]()
+    first, second = pipe.transformer, getattr(pipe, "controlnet", None) or pipe.transformer_2
+    tomesd.apply_patch(first, 0.25, when="always", end=1.0)
+    tomesd.apply_patch(second, 0.5, when="always", seed=3, end=1.0)
+    before = made(pipe, arguments)
+    patches = patch_of(first), patch_of(second)
+    with tomesd.patched(pipe, 0.4, when="always", end=1.0):
+        assert not torch.equal(made(pipe, arguments), before)
+        assert {patch_of(part).settings.ratio for part in (first, second)} == {0.4}
+    assert (patch_of(first), patch_of(second)) == patches
+    assert torch.equal(made(pipe, arguments), before)
+    tomesd.remove_patch(second)
+    with tomesd.patched(pipe, 0.4):
+        assert patch_of(second) is not None
+    assert patch_of(second) is None and patch_of(first) is patches[0]
+
+
+def test_presets_and_options_together() -> None:
+    """A preset that means nothing on a transformer is refused like the options in it."""
+    pipe, _ = PIPELINES["flux"]()
+    before = pipeline_state(pipe)
+    with pytest.raises(ValueError, match="FluxTransformer2DModel"):
+        tomesd.apply_patch(pipe, preset="quality")
+    assert pipeline_state(pipe) == before
+
+
+# Pipelines whose models cannot run on shapes, or that are slow to describe.
+DESCRIBED = ["flux_controlnet", "sd3_controlnet", "qwen", "wan", "ltx", "mochi", "cogvideox"]
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_described(name: str) -> None:
+    """The pipeline knows how many pixels and frames become one token."""
+    pipe, arguments = PIPELINES[name]()
+    height, width, frames = (arguments.get(n) for n in ("height", "width", "num_frames"))
+    tomesd.apply_patch(pipe, 0.5, when="always", end=1.0)
+    told = tomesd.describe(pipe, height, width, frames)
+    made(pipe, arguments)
+    assert len(told.parts) == sum(type(part).__name__ in ROWS for part in models(pipe).values())
+    for part in told.parts:
+        (level,) = part.levels
+        (decision,) = patch_of(models(pipe)[part.name]).decisions
+        assert (level.tokens, level.merged_tokens) == (
+            decision.tokens,
+            decision.tokens - decision.remove,
+        )
+        assert level.merged_tokens == level.tokens // 2
+        assert part.saved > 0.005
+        assert isinstance(part.settings, Settings)

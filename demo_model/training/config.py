@@ -54,6 +54,29 @@ TEXT_ENCODER = {
     "hidden_act": "quick_gelu",
 }
 
+# Tokens along a side of a 512 px picture: 4x downsampling, then 2x2 latents to a token.
+GRID = 64
+TRANSFORMER = {
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 14,
+    "num_attention_heads": 4,
+    "attention_head_dim": 64,
+    "joint_attention_dim": 256,
+    "pooled_projection_dim": 256,
+    # Of 64 channels per head, 8 never turn; the other axes are rows and columns.
+    "axes_dims_rope": (8, 28, 28),
+}
+# FluxPipeline shifts the noise levels by the number of tokens: 1.9 at 256 px, 3.2 at 512 px.
+FLOW_SCHEDULER = {
+    "num_train_timesteps": TRAIN_STEPS,
+    "use_dynamic_shifting": True,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": GRID**2,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+}
+
 
 @dataclass(frozen=True)
 class AutoencoderRun:
@@ -106,6 +129,51 @@ class DiffusionRun:
     sheet_images: int = 24
     warm_only: int = 0
     checkpoint_every: float = 240.0
+
+
+@dataclass(frozen=True)
+class TransformerRun:
+    """128 px, then 256 px, then 512 px with a share of 256 px steps.
+
+    `*_share` are shares of the wall-clock budget `seconds`; the learning rate falls linearly
+    to zero over the last `decay_share`.
+    """
+
+    seconds: float = 892.0
+    # The program saves and stops so many seconds after its start; the same command goes on.
+    pause_after: float = 1e9
+    small_share: float = 0.07
+    middle_share: float = 0.29
+    # Share of steps at 256 px once 512 px has begun: without them that size is forgotten.
+    mixed_rate: float = 0.20
+    small_latent: int = 32
+    middle_latent: int = 64
+    full_latent: int = 128
+    small_batch: int = 384
+    middle_batch: int = 160
+    full_batch: int = 48
+    learning_rate: float = 2e-3
+    adam_factor: float = 0.4
+    weight_decay: float = 0.01
+    warmup_steps: int = 150
+    decay_share: float = 0.35
+    ema_decay: float = 0.998
+    caption_dropout: float = 0.10
+    uniform_timesteps: float = 0.20
+    # Weight of the layout loss at the start; it falls linearly to nothing at `layout_share`.
+    layout_weight: float = 0.20
+    layout_share: float = 0.70
+    # Index of the single block whose tokens the layout is read from.
+    layout_block: int = 4
+    replays: int = 4
+    pool_scenes: int = 8192
+    checkpoint_every: float = 200.0
+    sheet_images: int = 12
+    # 1: cuDNN's attention instead of flash attention. A third faster on an H200, but with
+    # torch 2.11 the first step of the compiled blocks ends in an illegal memory access.
+    cudnn_attention: int = 0
+    # Side of the latents whose steps are only compiled, to fill the compiler's cache.
+    warm_only: int = 0
 
 
 @dataclass(frozen=True)

@@ -123,31 +123,34 @@ class LatentPool:
         encode: Callable[[dict[str, Tensor]], Tensor],
         scenes: Iterator[dict[str, Tensor]],
         capacity: int,
+        keep: tuple[str, ...] = ("tokens",),
     ) -> None:
-        self.encode, self.scenes, self.capacity = encode, scenes, capacity
+        """`keep` names the keys of a scene description that are kept beside its latents."""
+        self.encode, self.scenes, self.capacity, self.keep = encode, scenes, capacity, keep
         self.latents: Tensor | None = None
-        self.tokens: Tensor | None = None
+        self.kept: dict[str, Tensor] = {}
         self.written = 0
 
     def add(self) -> None:
         """Encode one more batch of scenes over the oldest ones."""
         scenes = next(self.scenes)
         latents = self.encode(scenes)
-        if self.latents is None or self.tokens is None:
+        device = latents.device
+        kept = {key: scenes[key].to(device, non_blocking=True) for key in self.keep}
+        if self.latents is None:
             self.latents = latents.new_empty(self.capacity, *latents.shape[1:])
-            self.tokens = torch.empty(
-                self.capacity, scenes["tokens"].shape[1], dtype=torch.long, device=latents.device
-            )
-        index = (self.written + torch.arange(len(latents), device=latents.device)) % self.capacity
+            self.kept = {k: v.new_empty(self.capacity, *v.shape[1:]) for k, v in kept.items()}
+        index = (self.written + torch.arange(len(latents), device=device)) % self.capacity
         self.latents[index] = latents
-        self.tokens[index] = scenes["tokens"].to(latents.device, non_blocking=True)
+        for key, value in kept.items():
+            self.kept[key][index] = value
         self.written += len(latents)
 
-    def draw(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Random latents [batch, 4, h, w] and tokens [batch, MAX_TOKENS]."""
+    def draw(self, batch: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Random latents [batch, 4, h, w] and the kept parts of their descriptions."""
         while self.written < batch:
             self.add()
-        assert self.latents is not None and self.tokens is not None
+        assert self.latents is not None
         filled = min(self.written, self.capacity)
         index = torch.randint(filled, (batch,), device=self.latents.device)
-        return self.latents[index], self.tokens[index]
+        return self.latents[index], {key: value[index] for key, value in self.kept.items()}

@@ -66,11 +66,17 @@ class Optimizers:
     """Both optimizers behind one learning rate, with gradient clipping."""
 
     def __init__(
-        self, model: nn.Module, lr: float, adam_factor: float = 0.4, decay: float = 0.01
+        self,
+        model: nn.Module,
+        lr: float,
+        adam_factor: float = 0.4,
+        decay: float = 0.01,
+        not_matrices: tuple[str, ...] = _NOT_MATRICES,
     ) -> None:
+        """Weights whose names contain one of `not_matrices` are left to AdamW."""
         matrices, rest = [], []
         for name, parameter in model.named_parameters():
-            is_matrix = parameter.ndim >= 2 and not any(key in name for key in _NOT_MATRICES)
+            is_matrix = parameter.ndim >= 2 and not any(key in name for key in not_matrices)
             (matrices if is_matrix else rest).append(parameter)
         self.parameters = matrices + rest
         self.lr, self.adam_factor = lr, adam_factor

@@ -10,15 +10,26 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 
 def rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def losses(axes: Axes, log: list[dict]) -> None:
+    """Loss against steps, one colour for each size."""
+    for side in sorted({row["side"] for row in log}):
+        part = [row for row in log if row["side"] == side]
+        label = f"{side} x {side} latents"
+        axes.plot([r["step"] for r in part], [r["loss"] for r in part], ".", label=label)
+    axes.set_xlabel("step")
+    axes.legend()
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 3.6), layout="constrained")
     auto = rows(folder / "autoencoder.jsonl")
     for side in sorted({row["side"] for row in auto}):
         part = [row for row in auto if row["side"] == side]
@@ -26,13 +37,10 @@ def main() -> None:
         left.plot([r["seconds"] for r in part], [r["psnr"] for r in part], ".-", label=label)
     left.set(title="autoencoder", xlabel="seconds", ylabel="PSNR of the batch (dB)")
     left.legend()
-    diffusion = rows(folder / "diffusion.jsonl")
-    for side in sorted({row["side"] for row in diffusion}):
-        part = [row for row in diffusion if row["side"] == side]
-        label = f"{side} x {side} latents"
-        right.plot([r["step"] for r in part], [r["loss"] for r in part], ".", label=label)
-    right.set(title="diffusion", xlabel="step", ylabel="loss (v, mean squared error)")
-    right.legend()
+    losses(middle, rows(folder / "diffusion.jsonl"))
+    middle.set(title="UNet", ylabel="loss (v, mean squared error)")
+    losses(right, rows(folder / "transformer.jsonl"))
+    right.set(title="transformer", ylabel="loss (flow, mean squared error)", ylim=(0, 0.6))
     figure.savefig(folder / "curves.png", dpi=110)
 
 

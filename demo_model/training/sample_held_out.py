@@ -19,9 +19,9 @@ import torch
 import transformers
 from diffusers import PNDMScheduler, StableDiffusionPipeline
 from PIL import Image
-from torch import Tensor
 
 import tomesd_demo_model
+from sampling import first_noise
 
 # What differs from 256 px, DDIM, 30 steps, guidance 5.
 SETS: dict[str, dict] = {
@@ -121,14 +121,6 @@ def sample_set(
     about |= {"batch": batch}
     about |= {m.__name__: m.__version__ for m in (torch, diffusers, transformers)}
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-
-
-def first_noise(seed: int, side: int) -> Tensor:
-    """[1, 4, side, side], the same on every device and in every precision.
-
-    Some versions of torch draw float16 numbers from other random bits than float32 ones.
-    """
-    return torch.randn(1, 4, side, side, generator=torch.Generator("cpu").manual_seed(seed))
 
 
 def save(picture: Image.Image, path: Path) -> None:

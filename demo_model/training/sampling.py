@@ -60,6 +60,14 @@ def sample(
     return latents
 
 
+def first_noise(seed: int, side: int) -> Tensor:
+    """[1, 4, side, side], the same on every device and in every precision.
+
+    Some versions of torch draw float16 numbers from other random bits than float32 ones.
+    """
+    return torch.randn(1, 4, side, side, generator=torch.Generator("cpu").manual_seed(seed))
+
+
 def save_sheet(
     pictures: Tensor, path: Path, columns: int, captions: list[str] | None = None
 ) -> None:

@@ -25,6 +25,8 @@ class Composer:
     def __init__(self, sprites: Path, device: torch.device | str, seed: int = 0) -> None:
         rgba = torch.from_numpy(np.load(sprites)["sprites"]).permute(0, 3, 1, 2)
         self.textures = _with_mip_levels(rgba.float().div(255)).to(device)
+        left, top, side = MIP_LEVELS[-1]
+        self.shapes = self.textures[:, 3:4, top : top + side, left : left + side].contiguous()
         self.levels = torch.tensor(MIP_LEVELS, dtype=torch.float32, device=device)
         self.generator = torch.Generator(device).manual_seed(seed)
 
@@ -39,6 +41,25 @@ class Composer:
             for i in range(0, total, chunk)
         ]
         return torch.cat(parts)
+
+    @torch.no_grad()
+    def layout(self, scenes: dict[str, Tensor], side: int) -> tuple[Tensor, Tensor]:
+        """What lies in each cell of a grid over the pictures.
+
+        kind [B, side, side]: 0 for the background, else 1 + the object's index; spot
+        [B, side, side, 2]: where in that object's own frame the cell lies, [-0.5, 0.5].
+        """
+        batch, device = len(scenes["sprite"]), self.shapes.device
+        kind = torch.zeros(batch, side, side, dtype=torch.long, device=device)
+        spot = self.shapes.new_zeros(*kind.shape, 2)
+        for slot in range(scenes["sprite"].shape[1]):
+            thing = {k: v[:, slot] for k, v in _objects(scenes).items()}
+            here = torch.stack(_local_coordinates(thing["place"], thing["angle"], side), dim=-1)
+            shape = F.grid_sample(self.shapes[thing["sprite"]], 2 * here, align_corners=False)[:, 0]
+            covered = shape * thing["visible"][:, None, None] > 0.5
+            kind = torch.where(covered, thing["sprite"][:, None, None] + 1, kind)
+            spot = torch.where(covered[..., None], here, spot)
+        return kind, spot
 
     def _compose(self, scenes: dict[str, Tensor], side: int) -> Tensor:
         picture = self._background(scenes, side)

@@ -175,7 +175,8 @@ def train(
         pool = pool_of(side)
         for _ in range(max(1, batch // (run.replays * fresh))):
             pool.add()
-        loss = trainer.backward(*pool.draw(batch))
+        latents, drawn = pool.draw(batch)
+        loss = trainer.backward(latents, drawn["tokens"])
         norm = trainer.update(progress)
         trainer.images += batch
         trainer.elapsed = time.time() - start

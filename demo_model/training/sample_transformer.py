@@ -1,0 +1,85 @@
+"""Sample held-out captions with trained transformer weights, and lay them out on a sheet.
+
+    python sample_transformer.py --weights run/transformer.safetensors --pipeline pipeline \
+        --out sheet.jpg --pixels 512 --count 24
+
+Picture i has caption i of the held-out list and the noise of seed i, as in sample_held_out.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+from safetensors.torch import load_file
+
+import models
+import tomesd_demo_model
+from config import DOWNSAMPLING, TRANSFORMER
+from flow import TextEncoder, sample
+from sampling import first_noise, save_sheet
+from tokenizer import WordTokenizer
+
+
+def write_sheet(
+    model: FluxTransformer2DModel,
+    vae: AutoencoderKL,
+    text: TextEncoder,
+    tokenizer: WordTokenizer,
+    side: int,
+    count: int,
+    path: Path,
+    *,
+    first: int = 0,
+    guidance: float = 4.0,
+    steps: int = 28,
+    shown: int = 256,
+) -> None:
+    """Sheet of held-out captions at `side` x `side` latents, shrunk to `shown` pixels each."""
+    device = model.device
+    captions = tomesd_demo_model.held_out_captions()[first : first + count]
+    tokens = torch.tensor([tokenizer(caption) for caption in captions], device=device)
+    empty = torch.tensor([tokenizer("")], device=device)
+    noise = torch.cat([first_noise(first + i, side) for i in range(count)]).to(device)
+    latents = sample(model, text(tokens), text(empty), noise, guidance=guidance, steps=steps)
+    pictures = models.decode(vae, latents, chunk=8)
+    if pictures.shape[-1] > shown:
+        pictures = F.interpolate(pictures, size=(shown, shown), mode="area")
+    save_sheet(pictures, path, 6, captions)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--pipeline", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--pixels", type=int, default=512)
+    parser.add_argument("--count", type=int, default=24)
+    parser.add_argument("--first", type=int, default=0, help="index of the first caption")
+    parser.add_argument("--guidance", type=float, default=4.0)
+    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--shown", type=int, default=256, help="side of a picture on the sheet")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    model = FluxTransformer2DModel(**TRANSFORMER)
+    model.load_state_dict(load_file(args.weights))
+    write_sheet(
+        model.to(args.device).eval(),
+        AutoencoderKL.from_pretrained(args.pipeline / "vae").to(args.device).eval(),
+        TextEncoder(args.pipeline, args.device),
+        WordTokenizer(args.pipeline / "tokenizer"),
+        args.pixels // DOWNSAMPLING,
+        args.count,
+        args.out,
+        first=args.first,
+        guidance=args.guidance,
+        steps=args.steps,
+        shown=args.shown,
+    )
+
+
+if __name__ == "__main__":
+    main()

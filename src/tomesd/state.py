@@ -236,6 +236,8 @@ class Scope:
     """Inside a block: what its layers merge by, kind to plan; each layer takes out its own."""
     place: str = ""
     """Of the block in the model."""
+    early: bool = False
+    """Whether the norm before self-attention merges, so that the layer itself need not."""
     region: OpenRegion | None = None
     """The region that is open now."""
     proportion: Proportion | None = None

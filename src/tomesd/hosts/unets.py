@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..patch import original_class
-from ..regions import Block, Layer, Member, Projection, Role, Stack, Tokens, UNetRoot
+from ..regions import Block, Layer, Member, Norm, Projection, Role, Stack, Tokens, UNetRoot
 from ..settings import Settings
 from .names import class_names, parameters
 
@@ -50,9 +50,17 @@ _STACKS = {
     "SpatialTransformer": None,  # of ldm
 }
 
-_ATTENTION = "attn1"
+_ATTENTION, _NORM = "attn1", "norm1"
 _LAYERS = {_ATTENTION: "attn", "attn2": "crossattn", "ff": "mlp"}
 """Layers of a block: attribute to kind."""
+
+# Code of blocks that hands what `norm1` gives to `attn1` and to nothing else: the module that it is
+# in, to the attributes that blocks have for which this is so.
+_DIRECT: dict[str, dict[str, Any]] = {
+    "diffusers.models.attention": {"norm_type": "layer_norm", "pos_embed": None},
+    "ldm.modules.attention": {},
+    "sgm.modules.attention": {},
+}
 
 _REFUSED = {"attn": ("attention_mask", "mask"), "crossattn": ("ip_adapter_masks",)}
 """Arguments of a layer that line up with its tokens: kind to names."""
@@ -132,7 +140,21 @@ def block_sites(
         names = tuple(parameters(layer))
         context = names[1] if len(names) > 1 and names[1] in _CONTEXT else ""
         yield layer, Layer(Tokens(names, names[0], refused=_REFUSED.get(kind, ())), kind, context)
-    yield block, Block(tokens)
+    code = _direct_code(block, method) if "attn" in settings.layers else ""
+    if code and settings.target == "attn":
+        yield getattr(block, _NORM), Norm()
+    yield block, Block(tokens, _NORM, _ATTENTION, code)
+
+
+def _direct_code(block: nn.Module, method: str) -> str:
+    """The module with the block's code, if that hands what its norm gives to self-attention."""
+    code: str = getattr(original_class(block), method).__module__
+    having = _DIRECT.get(code)
+    # A norm of another kind may give more than a tensor.
+    if having is None or not isinstance(getattr(block, _NORM, None), nn.LayerNorm):
+        return ""
+    fits = all(getattr(block, name, ...) == value for name, value in having.items())
+    return code if fits else ""
 
 
 def _unfused(attention: Any) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ A patched module plays a role, which runs around its own forward:
         Member      a block in a run of blocks on merged tokens: the first opens the region, the
                     last closes it
         Block       a block whose layers merge each by itself: makes their plans
+          Norm        before self-attention: may merge what it gives, so that it is gone sooner
           Layer       attention or feed-forward: unmerge(layer(merge(x)))
             Projection   of attention: gets channels more for proportional attention
 
@@ -15,7 +16,7 @@ part of the generated class, so they can be pickled, and equal ones share a clas
 """
 
 from .block import Block, Member
-from .layers import Layer, Projection
+from .layers import Layer, Norm, Projection
 from .model import Given, Stack, TransformerRoot, UNetRoot
 from .role import Role
 from .tokens import Along, Tokens
@@ -26,6 +27,7 @@ __all__ = [
     "Given",
     "Layer",
     "Member",
+    "Norm",
     "Projection",
     "Role",
     "Stack",

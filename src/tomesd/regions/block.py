@@ -54,6 +54,13 @@ class _AnyBlock(Role):
 class Block(_AnyBlock):
     """A block whose layers merge each by itself."""
 
+    norm: str = ""
+    """Where it keeps the norm that gives self-attention its input."""
+    attention: str = ""
+    """Where it keeps self-attention."""
+    code: str = ""
+    """The module with the code that hands what the norm gives to self-attention alone."""
+
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         x = self.tokens.take(args, kwargs)
         scope = self.scope_at(module, patch, x)
@@ -67,11 +74,34 @@ class Block(_AnyBlock):
         decision = scope.decision
         scope = Scope(scope.call, decision, place=scope.next_place())
         for kinds, segments in decision.segments.items():
-            plan = find_plan(scope, module, x, segments)
-            scope.plans.update(dict.fromkeys(kinds, plan))
+            # No name for the plan: it has to be gone when its layers have taken it.
+            scope.plans.update(dict.fromkeys(kinds, find_plan(scope, module, x, segments)))
+        scope.early = self._can_merge_early(scope, module, inner, args, kwargs)
         output = run_inside(scope, inner, *args, **kwargs)
         note_output(scope.call, scope.place, output)
         return output
+
+    def _can_merge_early(
+        self, scope: Scope, module: nn.Module, inner: Inner, args: tuple, kwargs: dict
+    ) -> bool:
+        """Whether nothing but self-attention will see what its norm gives."""
+        if torch.compiler.is_compiling():  # it frees what is not used any more by itself
+            return False
+        return (
+            bool(self.code)
+            and inner.__module__ == self.code
+            and scope.settings.target == "attn"
+            and "attn" in scope.plans
+            and self.tokens.given_refused(args, kwargs) is None
+            and not _is_hooked(getattr(module, self.norm))
+            and not _is_hooked(getattr(module, self.attention))
+        )
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether somebody else looks at, or changes, what goes in or out."""
+    hooks = bool(module._forward_pre_hooks) or bool(module._forward_hooks)
+    return hooks or "forward" in module.__dict__
 
 
 @dataclass(frozen=True)

@@ -309,6 +309,26 @@ class TestBreakEven:
         with pytest.warns(tomesd.MergeWarning, match=r'the host, .*"reduce-overhead".*pays'):
             torch.testing.assert_close(run(runs), plain)
 
+    def test_kernels_are_loaded_before_a_graph_is_captured(
+        self, monkeypatch: pytest.MonkeyPatch, matchings: list
+    ) -> None:
+        """Eager mode leaves alone what a graph would merge, and no kernel loads in a capture."""
+        free = replace(self.SLOW_LAUNCH, operations=1e4, launch=0.0)
+
+        def device(_: torch.device, launcher: str) -> Device:
+            return free if launcher == "graph" else replace(free, host=1e6)
+
+        monkeypatch.setattr(policy.Device, "of", device)
+        model = SD1.build()
+        plain = run(model)
+        tomesd.apply_patch(model, 0.5)
+        with pytest.warns(tomesd.MergeWarning, match="pays"):
+            assert torch.equal(run(model), plain)
+        assert set(matchings) == {(16, 16)}
+        loaded = len(matchings)
+        assert torch.equal(run(model), plain)
+        assert len(matchings) == loaded  # once for each shape
+
     def test_only_cuda_has_graphs(self) -> None:
         for name in ("cpu", "mps"):
             device = torch.device(name)

@@ -367,3 +367,15 @@ def test_described_as_it_is(dit: Dit) -> None:
         assert part.saved == 0 and "operations unknown" in str(part)
     else:
         assert 0.01 < part.saved < 0.6 and f"{part.saved:.1%}" in str(part)
+
+
+def test_sequences_split_over_devices_are_refused() -> None:
+    from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+
+    model, inputs = patched_model(FLUX), FLUX.inputs()
+    split = ContextParallelConfig(ulysses_degree=2)
+    model._parallel_config = ParallelConfig(context_parallel_config=split)
+    with pytest.raises(RuntimeError, match="FluxTransformer2DModel with context parallelism"):
+        FLUX.run(model, inputs)
+    model._parallel_config = None
+    assert FLUX.run(model, inputs).isfinite().all()

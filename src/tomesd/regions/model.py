@@ -82,6 +82,7 @@ class TransformerRoot(_Root):
         scope = current_scope(patch)
         if scope is not None and scope.decision is not None:  # entered through __call__ already
             return inner(*args, **kwargs)
+        _refuse_split_sequences(module)
         given = Given(self.names, args, kwargs)
         layout = self.read(module, given)
         latent = _first_tensor((*args, *kwargs.values()))
@@ -113,6 +114,15 @@ class TransformerRoot(_Root):
         """Whether what a layer in a block gave may be used at another step."""
         blocks = [block for name in self.lists for block in getattr(module, name)]
         return any(_is_cached(layer) for block in blocks for layer in block.children())
+
+
+def _refuse_split_sequences(module: nn.Module) -> None:
+    config = getattr(module, "_parallel_config", None)
+    if getattr(config, "context_parallel_config", None) is not None:
+        raise RuntimeError(
+            f"tomesd cannot merge the tokens of a {type(module).__name__} with context "
+            "parallelism, under which each device has a part of them: disable it, or remove_patch()"
+        )
 
 
 # Hooks of diffusers that run a block as it is.
@@ -187,7 +197,7 @@ class Stack(Role):
             score_heads(blocks[0], self.attention, self.unfused),
         )
         decision = decide(scope.call, (1, h, w), work)
-        if decision.left_alone == "pays in CUDA graphs only" and features.is_cuda:
+        if decision.left_alone == "pays in CUDA graphs only":
             load_kernels(Scope(scope.call, decision), features, work.channels)
         return run_inside(Scope(scope.call, decision), inner, *args, **kwargs)
 

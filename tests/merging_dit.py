@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo_dit import DITS, UNIT_TIME, Dit
 
 import tomesd
-from tomesd.hosts.transformers import TRANSFORMERS
+from tomesd.hosts.table import TRANSFORMERS
 
 # The zoo's models are far too small to gain anything, and its times are those of late steps.
 ALWAYS: dict[str, Any] = {"when": "always", "end": 1.0}

@@ -11,8 +11,9 @@ from ..schedule import Timeline
 from ..settings import Settings
 from . import registry, transformers, unets  # noqa: F401
 from .names import class_names
+from .row import Transformer
 from .timeline import find_timeline
-from .transformers import Transformer, find_row
+from .transformers import find_row
 
 __all__ = [
     "FoundModel",

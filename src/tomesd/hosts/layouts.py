@@ -16,6 +16,7 @@ from ..state import Grid
 
 __all__ = [
     "from_cogvideox",
+    "from_flux2",
     "from_frames",
     "from_hidream",
     "from_hunyuan_video",
@@ -144,6 +145,15 @@ def from_ids(module: Any, given: Given) -> Layout:
     lives; pipelines give the same one at every step.
     """
     return _layout_of(given["img_ids"])
+
+
+def from_flux2(module: Any, given: Given) -> Layout:
+    """As `from_ids`. Where keys of references are kept from step to step, tokens have modulations
+    of their own, and none is merged."""
+    layout = _layout_of(given["img_ids"])
+    if given["kv_cache_mode"] is None:
+        return layout
+    return Layout(layout.size, layout.grid, (LayoutPart(layout.tokens),))
 
 
 def _layout_of(ids: Tensor) -> Layout:

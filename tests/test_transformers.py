@@ -121,8 +121,13 @@ def test_plans_of_the_blocks_own(name: str) -> None:
     assert_differs(dit.run(patched_model(dit, target="block", share="block"), inputs), shared)
 
 
-def test_guidance_may_be_split_or_in_one_batch(dit: Dit) -> None:
+GUIDED = ["flux", "chroma", "sd3", "qwen_uneven", "zimage_uneven", "lumina2_uneven", "wan", "ltx"]
+
+
+@pytest.mark.parametrize("name", [*GUIDED, "hunyuan_video_uneven", "cogvideox_5b"])
+def test_guidance_may_be_split_or_in_one_batch(name: str) -> None:
     """Both predictions of a picture merge the same way, whether they run together or in turn."""
+    dit = SUPPORTED[name]
     model, inputs = patched_model(dit), texts_swapped(dit.inputs())
     batched = dit.run(model, inputs)
     split = torch.cat([dit.run(model, alone(inputs, k)) for k in range(2)])

@@ -25,7 +25,6 @@ def small(name: str, **layers: int) -> Dit:
 FLUX = small("flux", num_layers=2, num_single_layers=2)
 SD3 = small("sd3", num_layers=3)
 WAN = small("wan", num_layers=3)
-QWEN = small("qwen_edit_2511", num_layers=3)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def one(dit: Dit) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("dit", "patch_first", "batch"),
-    [(FLUX, True, 2), (SD3, False, 1), (WAN, True, 1), (QWEN, False, 1)],
+    [(FLUX, True, 2), (SD3, False, 1), (WAN, True, 1)],
     ids=lambda value: value.name if isinstance(value, Dit) else str(value),
 )
 def test_in_place(dit: Dit, patch_first: bool, batch: int) -> None:
@@ -66,17 +65,16 @@ def test_in_place(dit: Dit, patch_first: bool, batch: int) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("dit", [FLUX, WAN], ids=lambda dit: dit.name)
-def test_wrapped_and_then_patched(dit: Dit) -> None:
+def test_wrapped_and_then_patched() -> None:
     """The wrapper becomes the root: it reads what no graph can read."""
-    inputs = one(dit)
-    plain, merged = dit.run(dit.build(), inputs), dit.run(patch(dit.build()), inputs)
-    compiled = torch.compile(dit.build(), fullgraph=True, backend="eager")
-    assert_rounding(dit.run(compiled, inputs), plain)
+    inputs = one(FLUX)
+    plain, merged = FLUX.run(FLUX.build(), inputs), FLUX.run(patch(FLUX.build()), inputs)
+    compiled = torch.compile(FLUX.build(), fullgraph=True, backend="eager")
+    assert_rounding(FLUX.run(compiled, inputs), plain)
     assert patch(compiled) is compiled
-    assert_rounding(dit.run(compiled, inputs), merged)
+    assert_rounding(FLUX.run(compiled, inputs), merged)
     tomesd.remove_patch(compiled)
-    assert_rounding(dit.run(compiled, inputs), plain)
+    assert_rounding(FLUX.run(compiled, inputs), plain)
 
 
 def test_patched_and_then_wrapped() -> None:
@@ -93,7 +91,7 @@ def test_what_no_graph_can_read_is_said_with_what_helps() -> None:
         FLUX.run(compiled, one(FLUX))
 
 
-@pytest.mark.parametrize("order", ["compile, patch", "compile, run, patch", "patch, compile"])
+@pytest.mark.parametrize("order", ["compile, run, patch", "patch, compile"])
 def test_repeated_blocks(order: str) -> None:
     inputs = one(FLUX)
     plain, merged = FLUX.run(FLUX.build(), inputs), FLUX.run(patch(FLUX.build()), inputs)
@@ -115,18 +113,13 @@ def test_repeated_blocks(order: str) -> None:
     assert_rounding(FLUX.run(model, inputs), plain)
 
 
-@pytest.mark.parametrize("way", ["in place", "wrapper"])
-def test_a_graph_for_each_ratio(way: str) -> None:
+def test_a_graph_for_each_ratio() -> None:
     """Early steps merge and late ones do not: two graphs, however many steps."""
     counter = CompileCounterWithBackend("eager")
-    model = SD3.build()
-    if way == "in place":
-        model.compile(fullgraph=True, backend=counter)
-    else:
-        model = torch.compile(model, fullgraph=True, backend=counter)
+    model = torch.compile(SD3.build(), fullgraph=True, backend=counter)
     tomesd.apply_patch(model, 0.5, when="always")
+    eager = tomesd.apply_patch(SD3.build(), 0.5, when="always")
     for noise in (0.9, 0.7, 0.3, 0.1, 0.8):
         step = at_noise(SD3, one(SD3), noise)
-        eager = tomesd.apply_patch(SD3.build(), 0.5, when="always")
         assert_rounding(SD3.run(model, step), SD3.run(eager, step))
     assert counter.frame_count == 2

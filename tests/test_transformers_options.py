@@ -213,8 +213,18 @@ def test_nothing_in_a_reference_merges_into_the_picture() -> None:
     assert not set(slots[:24].tolist()) & set(slots[24:].tolist())
 
 
-@pytest.mark.parametrize("dit", [FLUX, WAN], ids=lambda dit: dit.name)
-def test_protected_tokens_are_merged_last(dit: Dit) -> None:
+@pytest.mark.parametrize(
+    ("name", "before", "frames", "after"),
+    [
+        ("flux", 0, 1, 0),
+        ("wan", 0, 3, 0),
+        ("flux_kontext", 0, 1, 6),
+        ("hunyuan_video_i2v", 24, 2, 0),
+    ],
+)
+def test_protected_tokens_are_merged_last(name: str, before: int, frames: int, after: int) -> None:
+    """In every frame that is made; tokens that are given, and references, have no mask."""
+    dit = SUPPORTED[name]
     mask = torch.zeros(6, 4)
     mask[:3] = 1
     model, plans = patched_model(dit, 0.25, protect=mask), []
@@ -222,11 +232,13 @@ def test_protected_tokens_are_merged_last(dit: Dit) -> None:
     dit.run(model, dit.inputs())
     slots, sizes = plans[0].slot, plans[0].size
     alone_in_slot = sizes.gather(1, slots) == 1
-    protected = mask.flatten().bool().repeat(slots.shape[1] // 24)
+    other = torch.zeros(before), torch.zeros(after)
+    protected = torch.cat([other[0], mask.flatten().repeat(frames), other[1]]).bool()
+    picture = torch.cat([other[0], torch.ones(24 * frames), other[1]]).bool()
     # Of the upper half, only tokens that others merge into are not on their own.
     kept = torch.zeros_like(alone_in_slot).scatter(1, plans[0].kept, True)
     assert (alone_in_slot | kept)[:, protected].all()
-    assert not (alone_in_slot | kept)[:, ~protected].all()
+    assert not (alone_in_slot | kept)[:, picture & ~protected].all()
 
 
 # Which steps
@@ -347,13 +359,18 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 # What is told
 
 
-KINDS = {dit.kind: dit for dit in reversed(SUPPORTED.values())}
+# A model for each way to read where the tokens are, and each kind of blocks.
+DESCRIBED = [
+    "flux", "sd3", "qwen", "zimage", "lumina2", "auraflow", "hidream", "hunyuan_dit", "wan",
+    "hunyuan_video", "framepack", "hunyuan_video15", "cogvideox_15", "ltx", "mochi", "latte",
+]  # fmt: skip
 READ_WHAT_THEY_COMPUTE = ("hidream", "hunyuan_video15")  # experts; a picture that is not there
 
 
-@pytest.mark.parametrize("dit", KINDS.values(), ids=lambda dit: dit.name)
-def test_described_as_it_is(dit: Dit) -> None:
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_described_as_it_is(name: str) -> None:
     """Tokens and blocks that are told are those that merge."""
+    dit = SUPPORTED[name]
     height, width = (8 * side for side in dit.size)
     model, inputs = patched_model(dit), dit.inputs()
     (part,) = tomesd.describe(model, height, width, 4 * dit.frames - 3).parts

@@ -183,7 +183,8 @@ def join(plans: Sequence[MergePlan]) -> MergePlan:
     Returns:
         A plan of `N_1 + N_2 + ...` tokens. Its slots are numbered from segment to segment.
     """
-    plans = [plan for plan in plans if plan.slot.shape[1] > 0]
+    if len(plans) > 1:
+        plans = [plan for plan in plans if plan.slot.shape[1] > 0]
     if len(plans) == 1:
         return plans[0]
     slot, order, span = (

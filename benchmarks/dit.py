@@ -7,8 +7,8 @@ run a setting take turns in one process. Rows are added to dit.jsonl as they are
 """
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tomesd.generation.memory import MemoryProbe
 from tomesd.hosts.inputs import example_inputs
 from tomesd.patch import patch_of
 
-RATIOS = (0.5, 0.75)
+DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Setting:
     model: str
     kind: str
     """Name of the class in diffusers."""
-    config: dict[str, Any]
     height: int
     width: int
+    config: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
     frames: int = 1
     """Of the latent."""
@@ -50,74 +50,49 @@ class Setting:
 
 
 _FLUX = {"guidance_embeds": True}
-_SD35 = {
-    "sample_size": 128,
-    "num_layers": 38,
-    "num_attention_heads": 38,
-    "caption_projection_dim": 2432,
-    "pos_embed_max_size": 192,
-    "qk_norm": "rms_norm",
-    "in_channels": 16,
-    "out_channels": 16,
+_SD35: dict[str, Any] = {
+    **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
+    **{"in_channels": 16, "out_channels": 16, "pos_embed_max_size": 192, "qk_norm": "rms_norm"},
 }
-_WAN14B: dict[str, Any] = {}
 
 SETTINGS = (
-    Setting("Flux.1-dev", "FluxTransformer2DModel", _FLUX, 1024, 1024),
-    Setting("Flux.1-dev", "FluxTransformer2DModel", _FLUX, 2048, 2048),
-    Setting("SD3.5-large", "SD3Transformer2DModel", _SD35, 1024, 1024, batch=2),
-    Setting("Qwen-Image", "QwenImageTransformer2DModel", {}, 1328, 1328),
-    Setting("Wan 14B", "WanTransformer3DModel", _WAN14B, 480, 832, frames=21),
-    Setting("Wan 14B", "WanTransformer3DModel", _WAN14B, 720, 1280, frames=21),
+    Setting("Flux.1-dev", "FluxTransformer2DModel", 1024, 1024, _FLUX),
+    Setting("Flux.1-dev", "FluxTransformer2DModel", 2048, 2048, _FLUX),
+    Setting("SD3.5-large", "SD3Transformer2DModel", 1024, 1024, _SD35, batch=2),
+    Setting("Qwen-Image", "QwenImageTransformer2DModel", 1328, 1328),
+    Setting("Wan 14B", "WanTransformer3DModel", 480, 832, frames=21),
+    Setting("Wan 14B", "WanTransformer3DModel", 720, 1280, frames=21),
 )
 
 
 def random_inputs(model: Any, setting: Setting) -> dict[str, Any]:
     size = (setting.height // 8, setting.width // 8)
-    inputs = example_inputs(model, size, setting.batch, setting.frames)
-    assert inputs is not None
-
-    def fill(name: str, value: Any) -> Any:
-        is_data = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
-        return torch.randn_like(value) if is_data and not name.endswith("ids") else value
-
-    return {name: fill(name, value) for name, value in inputs.items()}
+    inputs = example_inputs(model, size, setting.batch, setting.frames) or {}
+    data = {k for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return {k: torch.randn_like(v) if k in data and v.ndim > 1 else v for k, v in inputs.items()}
 
 
 @torch.no_grad()
 def measure(setting: Setting, model: Any, effort: Effort) -> Iterator[Row]:
     """A row for each way to run the model."""
-    device, inputs = next(model.parameters()).device, random_inputs(model, setting)
-    timers: dict[float, Callable[[int], float]] = {}
-    results: dict[float, Row] = {}
-    for ratio in (0.0, *RATIOS):
+    inputs = random_inputs(model, setting)
+    timers, results = {}, {}
+    for ratio in (0.0, 0.5, 0.75):
         own = shared_copy(model)
         if ratio > 0:
             tomesd.apply_patch(own, ratio, start=0.0, end=1.0)
         call = partial(own, **inputs, return_dict=False)
-        output = call()[0]
-        patch = patch_of(own)
-        results[ratio] = {
-            "error": None,
-            "finite": bool(output.isfinite().all()),
-            "merged": patch is not None and any(d.merges for d in patch.decisions),
-            "peak_mib": MemoryProbe(device).peak_mib(call),
-        }
-        timers[ratio] = partial(time_calls, call, device=device)
+        finite, patch = bool(call()[0].isfinite().all()), patch_of(own)
+        merged = patch is not None and any(decision.merges for decision in patch.decisions)
+        peak = MemoryProbe(DEVICE).peak_mib(call)
+        results[ratio] = {"error": None, "finite": finite, "merged": merged, "peak_mib": peak}
+        timers[ratio] = partial(time_calls, call, device=DEVICE)
     for ratio, timing in take_turns(timers, effort).items():
         yield {
-            "section": "transformers",
-            "setting": setting.name,
-            "model": setting.model,
-            "what": "step",
-            "height": setting.height,
-            "width": setting.width,
-            "frames": setting.frames,
-            "images": 1,
-            "batch": setting.batch,
-            "dtype": "bfloat16",
-            "attention": "default",
-            "mode": "eager",
+            **{"section": "transformers", "setting": setting.name, "model": setting.model},
+            **{"height": setting.height, "width": setting.width, "frames": setting.frames},
+            **{"what": "step", "images": 1, "batch": setting.batch, "dtype": "bfloat16"},
+            **{"attention": "default", "mode": "eager"},
             "variant": "tomesd" if ratio else "unpatched",
             "label": f"ratio {ratio:g}" if ratio else "unpatched",
             "settings": {"ratio": ratio, "start": 0.0, "end": 1.0} if ratio else None,
@@ -132,24 +107,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of timing per setting")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
     args = parser.parse_args()
-    device = torch.device("cuda")
-    file = RowFile(args.out / "dit.jsonl", device)
+    file = RowFile(args.out / "dit.jsonl", DEVICE)
     effort = Effort(seconds=args.seconds, min_repeats=3, sample_seconds=0.1)
     model: Any = None
-    last: Any = None
-    for setting in SETTINGS:
-        if args.only not in setting.name:
-            continue
-        if (setting.kind, setting.config) != last:
-            model = None
-            free_memory(device)
-            cls = getattr(diffusers, setting.kind)
-            model = random_model(cls, setting.config, device, torch.bfloat16, 0)
-            last = (setting.kind, setting.config)
+    for setting in (setting for setting in SETTINGS if args.only in setting.name):
+        cls = getattr(diffusers, setting.kind)
+        if type(model) is not cls:
+            model = None  # gone before the next one is made
+            free_memory(DEVICE)
+            model = random_model(cls, setting.config, DEVICE, torch.bfloat16, 0)
         for row in measure(setting, model, effort):
             file.add(row)
             print(row["setting"], row["label"], f"{row['seconds'] * 1e3:.1f} ms", flush=True)
-        free_memory(device)
 
 
 if __name__ == "__main__":

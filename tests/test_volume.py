@@ -273,3 +273,16 @@ def test_plans_of_frames_are_kept_from_step_to_step(name) -> None:
     assert kept == ([True, True] if SELECTORS[name].fixed else [True, False])
     assert torch.equal(*slots[0]) and torch.equal(*slots[2])
     assert sorted(memory) == ([] if SELECTORS[name].fixed else [(2, 24, 12), (4, 48, 24)])
+
+
+@every_selector
+def test_tokens_may_lie_at_another_place_in_each_sequence(name) -> None:
+    """A sequence with prompts of different lengths has the plans of its items, one by one."""
+    generator = torch.Generator().manual_seed(0)
+    metric = torch.randn(3, 24, 5, generator=generator)
+    plan = SELECTORS[name](metric, Cells(4, 6, 2, 2), 12)
+    start, length = torch.tensor([0, 5, 7]), 31
+    whole = plan.placed(start, length)
+    assert_valid(whole, 3, length, length - 12)
+    for k, first in enumerate(start.tolist()):
+        assert_same_plan(whole.item(k), plan.item(k).placed(first, length))

@@ -16,8 +16,8 @@ __all__ = ["Layer", "Norm", "Projection"]
 
 @dataclass(frozen=True)
 class Norm(Role):
-    """The norm before self-attention. It may merge what it gives, so that all of it is gone while
-    attention runs: 1.7 % of the memory of a step with attention that is not fused."""
+    """The norm before self-attention. It may merge what it gives, so that the tokens before merging
+    are gone while attention runs, which is when a step needs the most memory."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         scope = current_scope(patch)

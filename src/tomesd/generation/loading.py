@@ -1,6 +1,7 @@
 """Loads any diffusers pipeline: the embedded model, a folder, a single file, or a hub id."""
 
 import json
+import logging
 import pickle
 from pathlib import Path
 from typing import Any, Literal
@@ -97,6 +98,9 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def quiet_diffusers() -> Any:
     """diffusers, without its and transformers' progress bars and advice."""
+    # Which diffusers imports where it is installed: it tells what it does without.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import diffusers
         import transformers

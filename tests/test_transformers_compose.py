@@ -151,7 +151,7 @@ def test_low_rank_adapters(dit: Dit, patch_first: bool) -> None:
 @ORDER
 @pytest.mark.parametrize("dit", [FLUX, WAN], ids=lambda dit: dit.name)
 def test_quantised_linear_layers(dit: Dit, patch_first: bool) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
+    from torchao import quantization  # slow to import
 
     def quantise(model: Any) -> None:
         quantization.quantize_(model, quantization.Int8WeightOnlyConfig())

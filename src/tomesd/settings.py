@@ -97,8 +97,8 @@ class Settings:
 
     share: Share | None = None
     """Where to use what is found out about which tokens belong together: in the one `block`, as the
-    paper does; in all blocks of the `level`; or there for some `steps`. `None` is what was measured
-    best: `block` on UNets, `level` (one plan a step) on transformers."""
+    paper does; in all blocks of the `level`; or there for some `steps`. `None` is
+    `block` on UNets, and `level` (one plan a step) on transformers."""
 
     refresh: int = 4
     """With `share="steps"`: for how many steps, 1 or more. A new image always starts anew."""

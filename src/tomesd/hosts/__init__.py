@@ -45,7 +45,7 @@ class FoundModel:
     """What `torch.compile` made of it. As the root, it reads what no graph can read."""
 
     def settings(self, asked: Settings) -> Settings:
-        """The settings with what is best for this kind of model where nothing was given.
+        """The settings with the defaults of this kind of model where nothing was given.
 
         Raises:
             ValueError: an option means nothing on this model.

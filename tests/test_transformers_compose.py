@@ -473,15 +473,17 @@ def test_threads_share_a_model(dit: Dit) -> None:
     jobs = [dit.inputs(size=(12, 8 + 4 * k), seed=k) for k in range(3)]
     expected = [dit.run(patched_model(dit, share="steps"), job) for job in jobs]
     together = threading.Barrier(len(jobs))
-    wrong: list[tuple[int, float]] = []  # how far off it is tells a mix-up from rounding
+    wrong: list[tuple[int, float]] = []
 
     def work(k: int) -> None:
         torch.set_num_threads(1)  # bits may depend on how many cores share an operation
         together.wait()
         for _ in range(4):
             output = dit.run(model, jobs[k])
-            if not torch.equal(output, expected[k]):
-                wrong.append((k, float((output - expected[k]).abs().max())))
+            # Sums on busy cores may differ in the last bit; a mix-up is thousands of times that.
+            off = float((output - expected[k]).abs().max() / expected[k].std())
+            if not off < 1e-5:
+                wrong.append((k, off))
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(len(jobs))]
     for thread in threads:

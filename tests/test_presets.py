@@ -94,11 +94,14 @@ def file_of(**changes: Any) -> str:
         (file_of(settings=[]), "not a settings file"),
         (file_of(format=2), "format 2, and this version reads format 1"),
         (file_of(settings={"ration": 0.5}), "unknown option 'ration'; known are ratio, max_down"),
-        (file_of(settings={"ratio": 2}), "ratio=2: must be between 0 and 1"),
+        (file_of(settings={"ratio": 2}), "ratio=2: must be a number between 0 and 1"),
         (file_of(settings={"ratio": "0.5"}), "ratio='0.5': must be a number"),
         ('{"format": 1, "settings": {"ratio": NaN}}', "ratio=nan: must be"),
-        (file_of(settings={"level_ratios": {"3": 0.5}}), "level_ratios key=3: must be one of"),
-        (file_of(settings={"level_ratios": {"x": 0.5}}), "level_ratios key='x': must be one of"),
+        (
+            file_of(settings={"level_ratios": {"3": 0.5}}),
+            "level_ratios={3: 0.5}: must be None or a dict from 1, 2,",
+        ),
+        (file_of(settings={"level_ratios": {"x": 0.5}}), "level_ratios={'x': 0.5}: must be"),
         (file_of(settings={"schedule": {"a": 1}}), "schedule={'a': 1}: must be"),
     ],
 )

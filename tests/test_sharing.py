@@ -413,10 +413,10 @@ def test_a_window_keeps_groups_together() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"window": -1}, r"window=-1: must be None or at least 0"),
+        ({"window": -1}, r"window=-1: must be None or an int of at least 0"),
         ({"window": "8"}, r"window='8': must be None or an int"),
-        ({"share": "all"}, r"share='all': must be one of 'block', 'level', 'steps'"),
-        ({"refresh": 0}, r"refresh=0: must be at least 1"),
+        ({"share": "all"}, r"share='all': must be None or one of 'block', 'level', 'steps'"),
+        ({"refresh": 0}, r"refresh=0: must be an int of at least 1"),
         ({"refresh": 2.5}, r"refresh=2.5: must be an int"),
         ({"when": True}, r"when=True: must be one of 'if_faster', 'always'"),
         ({"backend": "cuda"}, r"backend='cuda': must be one of 'auto', 'triton', 'reference'"),

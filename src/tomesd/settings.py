@@ -1,6 +1,5 @@
 """The options of `apply_patch`: one frozen dataclass, checked when it is made."""
 
-import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -172,81 +171,28 @@ class Settings:
     """Share of the tokens that `guidance` protects."""
 
     def __post_init__(self) -> None:
-        _check_real("ratio", self.ratio, low=0.0, high=1.0)
-        self._check_places()
-        self._check_methods()
-        self._check_schedule()
+        for option in fields(Settings):
+            value = getattr(self, option.name)
+            if value is not None or option.default is not None:
+                _ALLOWED[option.name].check(option.name, value)
+        self._check_together()
 
-    def _check_places(self) -> None:
-        if self.max_downsample is not None:
-            _check_type("max_downsample", self.max_downsample, numbers.Integral, "None or an int")
-            if self.max_downsample not in DOWNSAMPLES:
-                allowed = ", ".join(map(str, DOWNSAMPLES))
-                raise ValueError(
-                    f"max_downsample={self.max_downsample!r}: must be None or one of {allowed}"
-                )
-        if self.window is not None:
-            _check_type("window", self.window, numbers.Integral, "None or an int")
-            if self.window < 0:
-                raise ValueError(f"window={self.window!r}: must be None or at least 0")
-        for name, low in (("sx", 1), ("sy", 1), ("st", 1), ("seed", 0), ("refresh", 1)):
-            value = getattr(self, name)
-            if name == "st" and value is None:
-                continue
-            _check_type(name, value, numbers.Integral, "an int")
-            if value < low:
-                raise ValueError(f"{name}={value!r}: must be at least {low}")
-        _check_ratios("level_ratios", self.level_ratios, DOWNSAMPLES)
-        _check_ratios("kind_ratios", self.kind_ratios, KINDS)
-        _check_depth(self.depth)
-        if self.kind_ratios and self.ratio == 0:
-            raise ValueError(f"kind_ratios={self.kind_ratios!r}: needs a ratio above 0")
-
-    def _check_methods(self) -> None:
-        for name in ("use_rand", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"):
-            _check_type(name, getattr(self, name), bool, "a bool")
-        for name, words in _WORDS.items():
-            if getattr(self, name) is not None or name not in ("share", "target"):
-                _check_word(name, getattr(self, name), get_args(words))
+    def _check_together(self) -> None:
+        """Refuses options that contradict or need each other."""
         if self.target not in (None, "attn") and not self.merge_attn:
             raise ValueError(f"merge_attn=False: target={self.target!r} merges self-attention")
-        if self.whole_blocks:
-            for name in ("proportional", "kind_ratios"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r}: needs target='attn' or 'kv', "
-                        f"not {self.target!r}"
-                    )
-        if self.protect is not None:
-            if isinstance(self.protect, str):
-                _check_word("protect", self.protect, ("guidance",))
-            elif not isinstance(self.protect, Tensor) or self.protect.ndim not in (2, 3):
-                raise TypeError("protect: must be None, 'guidance' or a tensor [h, w] or [b, h, w]")
-            if self.selector != "bipartite":
-                raise ValueError(f"protect: needs selector='bipartite', not {self.selector!r}")
-        _check_real("protect_share", self.protect_share, low=0.0, high=1.0)
-
-    def _check_schedule(self) -> None:
-        schedule = self.schedule
-        if isinstance(schedule, str):
-            _check_word("schedule", schedule, get_args(Shape))
-            if self.ratio_end is None:
-                raise ValueError(f"schedule={schedule!r}: needs ratio_end")
-        elif self.ratio_end is not None:
+        for name in ("proportional", "kind_ratios") if self.whole_blocks else ():
+            if value := getattr(self, name):
+                needed = f"needs target='attn' or 'kv', not {self.target!r}"
+                raise ValueError(f"{name}={value!r}: {needed}")
+        if self.kind_ratios and self.ratio == 0:
+            raise ValueError(f"kind_ratios={self.kind_ratios!r}: needs a ratio above 0")
+        if self.protect is not None and self.selector != "bipartite":
+            raise ValueError(f"protect: needs selector='bipartite', not {self.selector!r}")
+        if isinstance(self.schedule, str) and self.ratio_end is None:
+            raise ValueError(f"schedule={self.schedule!r}: needs ratio_end")
+        if not isinstance(self.schedule, str) and self.ratio_end is not None:
             raise ValueError("ratio_end: needs schedule='linear' or 'cosine'")
-        elif isinstance(schedule, Sequence):
-            if not schedule:
-                raise ValueError("schedule: a list must have at least one ratio")
-            for number, ratio in enumerate(schedule):
-                _check_real(f"schedule[{number}]", ratio, low=0.0, high=1.0)
-        elif schedule is not None and not callable(schedule):
-            raise TypeError(
-                f"schedule={schedule!r}: must be None, 'linear', 'cosine', a list of ratios or a "
-                "function"
-            )
-        for name in ("ratio_end", "tau", "start", "end", "reference_ratio"):
-            if getattr(self, name) is not None:
-                _check_real(name, getattr(self, name), low=0.0, high=1.0)
         start, end = self.span
         if start >= end:
             raise ValueError(f"start={start!r}: must be below end={end!r}")
@@ -344,54 +290,96 @@ class Settings:
             )
 
 
-_WORDS: dict[str, Any] = {
-    "selector": Selector,
-    "metric": Metric,
-    "target": Target,
-    "share": Share,
-    "when": When,
-    "backend": Backend,
-}
-
-
-def _check_type(name: str, value: Any, kind: type, wanted: str) -> None:
-    # bool is an int to Python, but `sx=True` is a slip of the pen.
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise TypeError(f"{name}={value!r}: must be {wanted}, not {type(value).__name__}")
-
-
-def _check_real(name: str, value: Any, low: float, high: float) -> None:
-    _check_type(name, value, numbers.Real, "a number")
-    if not (math.isfinite(value) and low <= value <= high):
-        raise ValueError(f"{name}={value!r}: must be between {low:g} and {high:g}")
-
-
-def _check_ratios(name: str, ratios: Any, allowed: tuple[Any, ...]) -> None:
-    if ratios is None:
-        return
-    _check_type(name, ratios, Mapping, "None or a dict")
-    for key, ratio in ratios.items():
-        _check_word(f"{name} key", key, allowed)
-        _check_real(f"{name}[{key!r}]", ratio, low=0.0, high=1.0)
-
-
 def _hashable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return frozenset(value.items())
     return tuple(value) if isinstance(value, list) else value
 
 
-def _check_depth(depth: Any) -> None:
-    if depth is None:
-        return
-    if not isinstance(depth, Sequence) or isinstance(depth, str) or len(depth) != 2:
-        raise TypeError(f"depth={depth!r}: must be None or two numbers, from and to")
-    for number in depth:
-        _check_real("depth", number, low=0.0, high=1.0)
-    if depth[0] >= depth[1]:
-        raise ValueError(f"depth={depth!r}: must begin before it ends")
+@dataclass(frozen=True)
+class _Allowed:
+    """What an option may be."""
+
+    words: str
+    kind: Any
+    fits: Callable[[Any], bool] = lambda value: True
+
+    def check(self, name: str, value: Any) -> None:
+        # bool is an int to Python, but `sx=True` is a slip of the pen.
+        slip = isinstance(value, bool) and self.kind is not bool
+        right_kind = isinstance(value, self.kind) and not slip
+        if not right_kind or not self.fits(value):
+            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            none = "None or " if getattr(Settings, name) is None else ""
+            error = ValueError if right_kind else TypeError
+            raise error(f"{name}={shown}: must be {none}{self.words}")
 
 
-def _check_word(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")
+def _is_share(value: Any) -> bool:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and 0 <= value <= 1
+
+
+def _is_schedule(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in get_args(Shape)
+    return callable(value) or (len(value) > 0 and all(map(_is_share, value)))
+
+
+def _is_span(value: Any) -> bool:
+    return len(value) == 2 and all(map(_is_share, value)) and value[0] < value[1]
+
+
+def _is_protection(value: Any) -> bool:
+    return value == "guidance" if isinstance(value, str) else value.ndim in (2, 3)
+
+
+def _at_least(low: int) -> _Allowed:
+    return _Allowed(f"an int of at least {low}", numbers.Integral, lambda value: value >= low)
+
+
+def _one_of(allowed: tuple[Any, ...], kind: type = str) -> _Allowed:
+    words = f"one of {', '.join(map(repr, allowed))}"
+    return _Allowed(words, kind, lambda value: value in allowed)
+
+
+def _shares_by(keys: tuple[Any, ...]) -> _Allowed:
+    return _Allowed(
+        f"a dict from {', '.join(map(repr, keys))} to numbers between 0 and 1",
+        Mapping,
+        lambda value: all(key in keys and _is_share(share) for key, share in value.items()),
+    )
+
+
+_SHARE = _Allowed("a number between 0 and 1", numbers.Real, _is_share)
+_SPAN = _Allowed("two numbers between 0 and 1 that rise", Sequence, _is_span)
+_SCHEDULE = _Allowed(
+    "'linear', 'cosine', a list of numbers between 0 and 1, or a function",
+    (Sequence, Callable),
+    _is_schedule,
+)
+_PROTECT = _Allowed("'guidance' or a tensor [h, w] or [b, h, w]", (str, Tensor), _is_protection)
+
+# Where the default is None, None is allowed too.
+_ALLOWED = {
+    name: allowed
+    for names, allowed in (
+        ("ratio ratio_end reference_ratio start end tau protect_share", _SHARE),
+        ("use_rand merge_attn merge_crossattn merge_mlp proportional", _Allowed("a bool", bool)),
+        ("sx sy st refresh", _at_least(1)),
+        ("seed window", _at_least(0)),
+        ("max_downsample", _one_of(DOWNSAMPLES, numbers.Integral)),
+        ("share", _one_of(get_args(Share))),
+        ("when", _one_of(get_args(When))),
+        ("backend", _one_of(get_args(Backend))),
+        ("selector", _one_of(get_args(Selector))),
+        ("metric", _one_of(get_args(Metric))),
+        ("target", _one_of(get_args(Target))),
+        ("level_ratios", _shares_by(DOWNSAMPLES)),
+        ("kind_ratios", _shares_by(KINDS)),
+        ("depth", _SPAN),
+        ("schedule", _SCHEDULE),
+        ("protect", _PROTECT),
+    )
+    for name in names.split()
+}

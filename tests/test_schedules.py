@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 import zoo_ldm
-from diffusers import EulerDiscreteScheduler
+from diffusers import (
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -218,6 +224,40 @@ def test_the_noise_of_other_hosts() -> None:
     torch.testing.assert_close(
         torch.tensor(found.shares, dtype=torch.float64), share, rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "tokens"),
+    [
+        (FlowMatchEulerDiscreteScheduler(shift=1.0), 1024),
+        (FlowMatchEulerDiscreteScheduler(shift=3.0), 1024),
+        (FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), 1024),
+        (FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), 4096),
+        (
+            UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+            ),
+            1024,
+        ),
+    ],
+)
+def test_progress_of_a_flow_is_the_share_of_its_steps(scheduler: Any, tokens: int) -> None:
+    """Wherever the scheduler puts its noise levels; as pipelines set the scheduler up."""
+    steps, config = 20, scheduler.config
+    if config.get("use_dynamic_shifting"):
+        mu = calculate_shift(
+            tokens,
+            config.base_image_seq_len,
+            config.max_image_seq_len,
+            config.base_shift,
+            config.max_shift,
+        )
+        scheduler.set_timesteps(sigmas=[1 - k / steps for k in range(steps)], mu=mu)
+    else:
+        scheduler.set_timesteps(steps)
+    timeline = replace(find_timeline(SimpleNamespace(scheduler=scheduler)), noise=1000.0, flow=True)
+    found = [timeline.progress(float(time), tokens) for time in scheduler.timesteps]
+    assert found == pytest.approx([k / steps for k in range(steps)], abs=0.06)
 
 
 @pytest.mark.parametrize("options", [{"start": 0.5}, {"schedule": [0.5, 0.2]}], ids=str)

@@ -163,6 +163,19 @@ class Settings:
     kind_ratios: Mapping[str, float] | None = None
     """Other ratios for kinds of layers: `attn`, `crossattn`, `mlp`."""
 
+    reuse: int | None = None
+    """Run a part of the model at every so many steps only, 2 or more. At the steps between, it adds
+    to the image what it added last time. On UNets of diffusers the part is all that lies below the
+    finest level; on transformers it is the blocks that `depth` names. `None` runs it at every step.
+    """
+
+    reuse_start: float | None = None
+    """With `reuse`: the progress from which on steps are left out. `None` is 0 on UNets, and 0.5 on
+    transformers."""
+
+    extrapolate: bool = False
+    """With `reuse`: carry on how the last two results differed, instead of using the last one."""
+
     protect: Protect = field(default=None, compare=False)
     """Tokens that are merged last: where a mask `[h, w]` of any size is not zero; or, with
     `guidance`, where the prompt made the most difference at the step before."""
@@ -193,6 +206,9 @@ class Settings:
             raise ValueError(f"schedule={self.schedule!r}: needs ratio_end")
         if not isinstance(self.schedule, str) and self.ratio_end is not None:
             raise ValueError("ratio_end: needs schedule='linear' or 'cosine'")
+        for name in ("reuse_start", "extrapolate") if self.reuse is None else ():
+            if (value := getattr(self, name)) not in (None, False):
+                raise ValueError(f"{name}={value!r}: needs reuse")
         start, end = self.span
         if start >= end:
             raise ValueError(f"start={start!r}: must be below end={end!r}")
@@ -205,6 +221,8 @@ class Settings:
         """
         if self.schedule is not None or self.tau is not None or self.start is not None:
             defaults["end"] = 1.0
+        if self.reuse is None:
+            defaults.pop("reuse_start", None)
         unset = {k: v for k, v in defaults.items() if getattr(self, k) is None}
         return replace(self, **unset)
 
@@ -242,7 +260,8 @@ class Settings:
     @property
     def changes(self) -> bool:
         """Whether what is merged depends on how far the image is."""
-        return self.schedule is not None or self.tau is not None or self.span != (0, 1)
+        varies = self.schedule is not None or self.tau is not None or self.span != (0, 1)
+        return varies or self.reuse is not None
 
     @property
     def span(self) -> tuple[float, float]:
@@ -364,8 +383,12 @@ _PROTECT = _Allowed("'guidance' or a tensor [h, w] or [b, h, w]", (str, Tensor),
 _ALLOWED = {
     name: allowed
     for names, allowed in (
-        ("ratio ratio_end reference_ratio start end tau protect_share", _SHARE),
-        ("use_rand merge_attn merge_crossattn merge_mlp proportional", _Allowed("a bool", bool)),
+        ("ratio ratio_end reference_ratio start end tau protect_share reuse_start", _SHARE),
+        (
+            "use_rand merge_attn merge_crossattn merge_mlp proportional extrapolate",
+            _Allowed("a bool", bool),
+        ),
+        ("reuse", _at_least(2)),
         ("sx sy st refresh", _at_least(1)),
         ("seed window", _at_least(0)),
         ("max_downsample", _one_of(DOWNSAMPLES, numbers.Integral)),

@@ -24,6 +24,7 @@ from .proportional import Proportion
 from .schedule import Timeline, ratio_at
 from .selectors import SELECTORS, Selector
 from .settings import MergeWarning, Settings
+from .steps import Moment, Steps
 from .volume import Volume
 
 __all__ = [
@@ -76,6 +77,7 @@ class Patch:
     loaded: "deque[Any]" = field(default_factory=lambda: deque(maxlen=64))
     """Shapes of tokens that kernels have been loaded for ahead of time."""
     warned: set[str] = field(default_factory=set)
+    steps: Steps = field(default_factory=Steps)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     """By which functions find it that are constant to the compiler, and take constants alone."""
 
@@ -89,9 +91,20 @@ class Patch:
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)
 
-    def ratio_at(self, timestep: Any) -> float:
-        """What the ratio is at a timestep: a number, or a tensor `[]` or `[T]`."""
-        return float(_ratio_at(self.name, timestep))
+    def read_time(
+        self, timestep: Any, size: tuple[int, ...], apart: bool
+    ) -> tuple[float, Moment | None]:
+        """What the ratio is at a timestep, and what the call does if regions are reused.
+
+        Args:
+            timestep: a number, or a tensor `[]` or `[T]`.
+            size: of the latents: items, tokens of each, and whatever else tells images apart.
+            apart: see `Call`; nothing is reused then.
+        """
+        ratio, *moment = _read_time(self.name, timestep, size, apart).split()
+        if not moment:
+            return float(ratio), None
+        return float(ratio), Moment(*map(int, moment))  # type: ignore[arg-type]
 
 
 def _warn_once(name: str, message: str) -> None:
@@ -106,24 +119,39 @@ def _warn_once(name: str, message: str) -> None:
 _warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _ratio_at(name: str, timestep: Any) -> str:
+def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool) -> str:
     patch = _patches[name]
     if isinstance(timestep, Tensor):
         if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "schedule, start, end, tau: how many tokens are merged depends on the timestep, "
-                "which a CUDA graph cannot read; capture a graph for each ratio"
+                "schedule, start, end, tau, reuse: what is merged depends on the timestep, which a "
+                "CUDA graph cannot read; capture a graph for each ratio"
             )
         timestep = patch.timeline.noisiest(timestep).float().mean().item()
-    return repr(ratio_at(float(timestep), patch.settings, patch.timeline))
+    time, settings, timeline = float(timestep), patch.settings, patch.timeline
+    ratio = repr(ratio_at(time, settings, timeline, size[1]))
+    if settings.reuse is None:
+        return ratio
+    if apart:
+        patch.steps.ran = {}
+        patch.warn_once(
+            "tomesd reuses nothing while gradients are wanted, or something else needs every block "
+            "(a ControlNet, a cache of blocks)"
+        )
+        return ratio
+    if patch.steps.enter(-time if timeline.rises else time, size):
+        patch.kept.forget("reuse_")
+    started = timeline.progress(time, size[1]) >= (settings.reuse_start or 0.0)
+    moment = patch.steps.moment(settings.reuse, started)
+    return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
 
 
-# The compiler does not look into it, and compiles what follows for each ratio, which comes as a
-# word because numbers that change would become variables. This is torch.compiler.disable.
-_ratio_at._torchdynamo_disable = True  # type: ignore[attr-defined]
-_ratio_at._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "how many tokens tomesd merges depends on the timestep (schedule, start, end, tau), which no "
-    "graph can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
+# The compiler does not look into it, and compiles what follows for each answer, which comes as
+# words because numbers that change would become variables. This is torch.compiler.disable.
+_read_time._torchdynamo_disable = True  # type: ignore[attr-defined]
+_read_time._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse), which no graph "
+    "can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
     "torch.compile"
 )
 
@@ -194,6 +222,8 @@ class Call:
     """`[]` or `[T]`, falling from noise to image."""
     ratio: float | None = None
     """What the ratio is now, where it changes."""
+    moment: Moment | None = None
+    """Whether regions run or are reused, where that changes."""
     apart: bool = False
     """Whether every block has to give all tokens back, because something else wants them."""
     decisions: list[Decision] = field(default_factory=list)
@@ -206,15 +236,21 @@ class Call:
     step of the same image `[]`."""
 
     @property
+    def reuses(self) -> bool:
+        """Whether the regions of this call do not run."""
+        return self.moment is not None and self.moment.reuses
+
+    @property
     def merged(self) -> bool:
         return any(decision.remove > 0 for decision in self.decisions)
 
 
 @dataclass(eq=False)
 class OpenRegion:
-    """A run of blocks that work on merged tokens, between its first and its last."""
+    """A run of blocks, between its first and its last."""
 
-    plan: MergePlan
+    plan: MergePlan | None
+    """How its tokens are merged; None: they are not, and it is open to keep what it gives."""
     x: Tensor
     """The tokens that came in, `[B, N, C]`."""
     merged: Tensor
@@ -223,6 +259,8 @@ class OpenRegion:
     """Arguments of the blocks that lie along the tokens, cut: for all items of the batch at once,
     or for each by itself."""
     place: str
+    other: Tensor | None = None
+    """The tokens of the text that came in, `[B, T, C]`, if the blocks change them."""
 
 
 @dataclass(eq=False)
@@ -282,7 +320,8 @@ def is_idle(patch: Patch) -> bool:
     scope = _thread.scope
     if scope is None or scope.decision is None:
         return False
-    return not scope.decision.merges and scope.call.patch is patch
+    idle = not scope.decision.merges and scope.call.moment is None
+    return idle and scope.call.patch is patch
 
 
 def run_inside(scope: Scope | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

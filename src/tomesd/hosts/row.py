@@ -50,6 +50,7 @@ class Blocks:
     joint: bool = False
     text: Literal["before", "after", "ragged"] = "before"
     along: tuple[Along, ...] = ()
+    other: str = "encoder_hidden_states"
     refused: tuple[str, ...] = ()
     alone: bool = False
     """Whether something needs all tokens between the blocks, so that each merges by itself."""
@@ -59,7 +60,14 @@ class Blocks:
     def tokens(self, block: nn.Module) -> Tokens:
         names = tuple(parameters(block))
         return Tokens(
-            names, self.input, self.output, self.joint, self.text, self.along, self.refused
+            names,
+            self.input,
+            self.output,
+            self.joint,
+            self.text,
+            self.along,
+            self.other,
+            self.refused,
         )
 
 

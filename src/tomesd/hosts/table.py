@@ -263,7 +263,15 @@ _VIDEOS = (
     ),
     Transformer(
         "LTX2VideoTransformer3DModel",
-        (Blocks(_FIRST, output=0, along=_LTX2, refused=("self_attention_mask",)),),
+        (
+            Blocks(
+                _FIRST,
+                output=0,
+                along=_LTX2,
+                other="audio_hidden_states",
+                refused=("self_attention_mask",),
+            ),
+        ),
         from_ltx,
         _THOUSAND,
     ),

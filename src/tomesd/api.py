@@ -50,7 +50,7 @@ def apply_patch(
     when: When = DEFAULT,
     backend: Backend = DEFAULT,
     selector: Selector = DEFAULT,
-    metric: Metric = DEFAULT,
+    metric: Metric | None = DEFAULT,
     target: Target | None = DEFAULT,
     depth: Depth | None = DEFAULT,
     st: int | None = DEFAULT,

@@ -28,7 +28,7 @@ DOWNSAMPLES = (1, 2, 4, 8)
 KINDS = ("attn", "crossattn", "mlp")
 
 Selector = Literal["bipartite", "kmeans", "grid"]
-Metric = Literal["input", "keys", "mean", "previous"]
+Metric = Literal["input", "keys", "mean", "previous", "clean"]
 Target = Literal["attn", "kv", "block", "stack"]
 Depth = tuple[float, float]
 Shape = Literal["linear", "cosine"]
@@ -113,10 +113,11 @@ class Settings:
     """How tokens are grouped. `bipartite`: the most similar ones merge into the kept token of a
     cell (the paper). `kmeans`: into clusters. `grid`: whole cells, whatever is in them."""
 
-    metric: Metric = "input"
+    metric: Metric | None = None
     """What similarity is measured on: the block's `input` (the paper), the `keys` of its
-    self-attention, the similarity to the image's `mean` token, or the block's output at the
-    `previous` step."""
+    self-attention, the similarity to the image's `mean` token, the block's output at the
+    `previous` step, or the `clean` image that the last step led to expect. `None` is `clean` on
+    transformers that are rectified flows, and `input` on all other models."""
 
     target: Target | None = None
     """What runs on merged tokens. `attn`: self-attention, and the layers that `merge_crossattn` and

@@ -231,6 +231,8 @@ class Call:
     """Plans made so far, with what they are for."""
     masks: list[tuple[Any, Tensor]] = field(default_factory=list)
     """Tokens to protect, by grid."""
+    clean: Tensor | None = None
+    """Tokens of the image that the last step led to expect, `[B, N, C]`."""
     guided: tuple[Tensor, Tensor] | None = None
     """Where the prompt made a difference at the step before `[b, h, w]`, and whether that was a
     step of the same image `[]`."""

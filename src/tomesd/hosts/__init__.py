@@ -54,7 +54,8 @@ class FoundModel:
             return unets.fill_settings(asked, self.module)
         self.row.check_options(asked)
         unets.check_reuse(asked, self.row.name)
-        return asked.filled(**transformers.DEFAULTS)
+        flow = self.row.timeline is not None and self.row.timeline.flow
+        return asked.filled(**transformers.DEFAULTS, metric="clean" if flow else "input")
 
     def timeline(self, of_scheduler: Timeline) -> Timeline:
         """How its times run: as the table says, or as the scheduler of the pipeline does."""

@@ -173,16 +173,19 @@ _layouts: Any = WeakTensorKeyDictionary()
 
 
 def _read_ids(ids: Tensor) -> Layout:
-    places = ids[:, :3].to(torch.int64).cpu()
+    places = ids[:, :3].cpu()
     picture = places[:, 0]
     changes = (picture[1:] != picture[:-1]).nonzero().flatten() + 1
     bounds = [0, *changes.tolist(), len(places)]
     parts = []
     for first, last in itertools.pairwise(bounds):
-        rows, columns = places[first:last, 1], places[first:last, 2]
-        h, w = (int(x.max() - x.min()) + 1 for x in (rows, columns))
+        # Which of the rows and columns there are, since steps between them need not be 1.
+        (rows, row), (columns, column) = (
+            torch.unique(places[first:last, axis], return_inverse=True) for axis in (1, 2)
+        )
+        h, w = len(rows), len(columns)
         # Row by row, or it is no grid that we know.
-        on_grid = h * w == last - first and bool((rows * w + columns).diff().eq(1).all())
+        on_grid = h * w == last - first and bool((row * w + column).diff().eq(1).all())
         grid = (1, h, w) if on_grid else None
         parts.append(LayoutPart(last - first, grid, int(picture[first]) != 0))
     target = next((p.grid for p in parts if p.grid is not None and not p.reference), None)

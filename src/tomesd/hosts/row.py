@@ -111,7 +111,9 @@ class Transformer:
                 "takes no reference images"
             )
         if settings.metric == "keys":
-            raise ValueError(f"metric='keys': a {self.name} allows 'input', 'mean' or 'previous'")
+            raise ValueError(f"metric='keys': means nothing on a {self.name}")
+        if settings.metric == "clean" and (self.timeline is None or not self.timeline.flow):
+            raise ValueError(f"metric='clean': a {self.name} is no rectified flow")
         if isinstance(settings.protect, str):
             raise ValueError(
                 f"protect={settings.protect!r}: a {self.name} allows a mask [h, w] only"

@@ -39,6 +39,7 @@ NAMES = (
 DEFAULTS: dict[str, Any] = {
     "target": "attn",
     "share": "block",
+    "metric": "input",
     "start": 0.0,
     "end": 1.0,
     "reuse_start": 0.0,
@@ -234,6 +235,8 @@ def _projection_sites(attention: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
 def check_options(settings: Settings, module: nn.Module) -> None:
     """Refuses options that mean nothing on a UNet."""
     model = type(module).__name__
+    if settings.metric == "clean":
+        raise ValueError(f"metric='clean': a {model} is no rectified flow")
     for name in ("depth", "st", "reference_ratio"):
         value = getattr(settings, name)
         if value is not None:

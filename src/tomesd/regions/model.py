@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning import load_kernels, note_guidance, recall_guidance
+from ..planning import expect_clean, load_kernels, note_guidance, recall_guidance
 from ..policy import Layout, Work, decide, decide_layout, explain_nothing
 from ..state import Call, Patch, Scope, current_scope, refuse_outside, run_inside
 from .role import Inner, Role
@@ -109,6 +109,8 @@ class TransformerRoot(_Root):
             latent.device, latent.element_size(), batch, self.channels, self.merging, patch.blocks
         )
         decision = decide_layout(call, layout, work)
+        if decision.merges and call.settings.metric == "clean":
+            expect_clean(call, layout.tokens_of(given[self.names[0]]))
         if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
             decision.left_alone = "attention is cached"
         output = run_inside(Scope(call, decision), inner, *args, **kwargs)

@@ -1,5 +1,6 @@
 """The package as users install it."""
 
+import ast
 import re
 import runpy
 import subprocess
@@ -8,6 +9,7 @@ import tarfile
 import zipfile
 from email import message_from_bytes
 from email.message import Message
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,31 @@ def test_the_metadata_says_what_is_needed(built: tuple[Path, Path]) -> None:
     python = "Programming Language :: Python :: 3."
     versions = [c.removeprefix(python) for c in about.get_all("Classifier", []) if python in c]
     assert versions == ["10", "11", "12", "13"]
+
+
+def test_the_extras_name_all_that_is_imported(built: tuple[Path, Path]) -> None:
+    """Of other packages: Triton comes with PyTorch, and some are tried and done without."""
+    modules = {
+        name.split(".")[0]
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0)
+        for name in (
+            [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        )
+    }
+    installed = packages_distributions()
+    needed = {installed[m][0] for m in modules - sys.stdlib_module_names if m in installed}
+    declared = metadata_of(built[0]).get_all("Requires-Dist", [])
+    extras = [r for r in declared if "extra == 'dev'" not in r]
+    named = {canonical(re.split(r"[\[<>=!~; ]", r)[0]) for r in extras}
+    optional = {"tomesd", "tomesd-demo-model", "triton"}
+    assert {"torch", "diffusers", "pillow"} <= {canonical(name) for name in needed}
+    assert {canonical(name) for name in needed} - named - optional == set()
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_a_wheel_of_the_source_distribution_is_the_same(

@@ -90,17 +90,18 @@ class Settings:
     """Seed of the random draws: the same seed gives the same image."""
 
     window: int | None = None
-    """Side of the square of tokens in which each looks for its like: larger ones cost more, and
-    merge what is far apart. 0 is the whole image, as in the paper. `None` takes 8 for ratios up to
-    two thirds of the cap (0.5), and 0 above."""
+    """Side of the square, in tokens, in which each token looks for similar ones. Larger squares
+    cost more, and merge what is far apart. 0 is the whole image, as in the paper. `None` takes 8
+    for ratios up to two thirds of the cap (0.5), and 0 above."""
 
     share: Share | None = None
-    """Where to use what is found out about which tokens belong together: in the one `block`, as the
-    paper does; in all blocks of the `level`; or there for some `steps`. `None` is
-    `block` on UNets, and `level` (one plan a step) on transformers."""
+    """Where a plan, which says what tokens belong together, is used: in one `block`, as in the
+    paper; in all blocks of a `level`; or in those for several `steps`. `None` is `block` on UNets,
+    and `level` (one plan a step) on transformers."""
 
     refresh: int = 4
-    """With `share="steps"`: for how many steps, 1 or more. A new image always starts anew."""
+    """With `share="steps"`: for how many steps a plan is used, 1 or more. A new image always gets a
+    new one."""
 
     when: When = "if_faster"
     """`if_faster`: leave layers alone where merging would cost more time than it saves, by an
@@ -121,7 +122,7 @@ class Settings:
 
     target: Target | None = None
     """What runs on merged tokens. `attn`: self-attention, and the layers that `merge_crossattn` and
-    `merge_mlp` add, each on its own. `kv`: of self-attention, keys and values only. `block`: whole
+    `merge_mlp` add, each on its own. `kv`: only keys and values of self-attention. `block`: whole
     blocks; each token gets what its group gained. `stack`: the same around a run of blocks. `None`
     is `attn` on UNets, and `stack` on transformers."""
 
@@ -131,7 +132,7 @@ class Settings:
     alone."""
 
     st: int | None = None
-    """Videos: frames that a cell spans. `None` is 1: every frame by itself."""
+    """Videos: how many frames a cell spans. `None` is 1: every frame is merged by itself."""
 
     reference_ratio: float | None = None
     """Editing models: share of the tokens of reference images to remove. `None` is `ratio`."""

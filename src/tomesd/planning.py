@@ -34,7 +34,7 @@ def find_plan(
     if plan is None:
         # What is kept is written over later, when a backward pass might still need it.
         kept = scope.settings.share == "steps" and scope.call.timestep is not None
-        keep = kept and not x.requires_grad and not scope.patch.selector.fixed
+        keep = kept and not x.requires_grad and not scope.call.selector.fixed
         plan = make_plan(scope, block, x, segments, keep=keep)
         if scope.settings.share != "block":
             scope.call.plans.append((segments, plan))
@@ -87,7 +87,7 @@ def _select(
     scope: Scope, metric: Tensor, cells: Cells, remove: int, draw: Draw, number: int | None
 ) -> MergePlan:
     """The plan of an image, or of a group of frames in each of a batch."""
-    settings, selector = scope.settings, scope.patch.selector
+    settings, selector = scope.settings, scope.call.selector
     if number is None:
         return selector(
             metric, cells, remove, backend=settings.backend, timestep=draw.timestep, key=draw.key

@@ -1,14 +1,13 @@
 """How the ratio changes while an image is made: from the timestep, and nothing that is counted."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from .settings import Settings
 
-__all__ = ["Shift", "Timeline", "ratio_at"]
+__all__ = ["Shift", "Timeline", "ratio_at", "stage_at"]
 
 # Every ratio makes another number of tokens, and so other shapes to allocate and compile for.
 _TWENTIETH = 20
@@ -117,6 +116,14 @@ def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 
     return _scheduled(progress, settings)
 
 
+def stage_at(progress: float, settings: Settings) -> tuple[str, float]:
+    """The selector and the ratio that a list says; without one, those of the settings."""
+    stages = settings.stages
+    if not stages:
+        return settings.selector, settings.ratio
+    return stages[min(len(stages) - 1, int(progress * len(stages)))]
+
+
 def _scheduled(progress: float, settings: Settings) -> float:
     schedule = settings.schedule
     if schedule is None:
@@ -126,8 +133,8 @@ def _scheduled(progress: float, settings: Settings) -> float:
         way = progress if schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
         ratio = settings.ratio + way * (settings.ratio_end - settings.ratio)
         return round(ratio * _TWENTIETH) / _TWENTIETH
-    if isinstance(schedule, Sequence):
-        return float(schedule[min(len(schedule) - 1, int(progress * len(schedule)))])
+    if not callable(schedule):
+        return stage_at(progress, settings)[1]
     ratio = float(schedule(progress))
     if not 0 <= ratio <= 1:
         raise ValueError(f"schedule({progress:g}) = {ratio!r}: must be between 0 and 1")

@@ -32,7 +32,8 @@ Metric = Literal["input", "keys", "mean", "previous", "clean"]
 Target = Literal["attn", "kv", "block", "stack"]
 Depth = tuple[float, float]
 Shape = Literal["linear", "cosine"]
-Schedule = Shape | Sequence[float] | Callable[[float], float] | None
+Stage = float | tuple[Selector, float]
+Schedule = Shape | Sequence[Stage] | Callable[[float], float] | None
 Protect = Literal["guidance"] | Tensor | None
 Share = Literal["block", "level", "steps"]
 When = Literal["if_faster", "always"]
@@ -142,8 +143,9 @@ class Settings:
 
     schedule: Schedule = None
     """How the ratio changes while an image is made: `linear` or `cosine`, from `ratio` to
-    `ratio_end` in steps of a twentieth; a list of ratios for equal parts of the way; or a function
-    of the progress, 0 (noise) to 1 (image)."""
+    `ratio_end` in steps of a twentieth; a list for equal parts of the way, of ratios, or of
+    selectors and ratios such as `("grid", 0.75)`; or a function of the progress, 0 (noise) to 1
+    (image)."""
 
     ratio_end: float | None = None
     """Ratio at the end of a `linear` or `cosine` schedule."""
@@ -202,8 +204,9 @@ class Settings:
                 raise ValueError(f"{name}={value!r}: {needed}")
         if self.kind_ratios and self.ratio == 0:
             raise ValueError(f"kind_ratios={self.kind_ratios!r}: needs a ratio above 0")
-        if self.protect is not None and self.selector != "bipartite":
-            raise ValueError(f"protect: needs selector='bipartite', not {self.selector!r}")
+        for selector in self.selectors if self.protect is not None else ():
+            if selector != "bipartite":
+                raise ValueError(f"protect: needs selector='bipartite', not {selector!r}")
         if isinstance(self.schedule, str) and self.ratio_end is None:
             raise ValueError(f"schedule={self.schedule!r}: needs ratio_end")
         if not isinstance(self.schedule, str) and self.ratio_end is not None:
@@ -280,9 +283,23 @@ class Settings:
         """Of all places and times, but for what a schedule that is a function will say."""
         ratios = [self.ratio, self.ratio_end or 0.0, self.reference_ratio or 0.0]
         ratios += (self.level_ratios or {}).values()
-        if isinstance(self.schedule, Sequence) and not isinstance(self.schedule, str):
-            ratios += self.schedule
+        ratios += [ratio for _, ratio in self.stages]
         return max(ratios)
+
+    @property
+    def stages(self) -> tuple[tuple[Selector, float], ...]:
+        """Selectors and ratios for equal parts of the way, if the schedule is a list."""
+        if self.schedule is None or isinstance(self.schedule, str) or callable(self.schedule):
+            return ()
+        return tuple(
+            (stage[0], stage[1]) if isinstance(stage, Sequence) else (self.selector, stage)
+            for stage in self.schedule
+        )
+
+    @property
+    def selectors(self) -> frozenset[Selector]:
+        """All that are used on the way."""
+        return frozenset([self.selector, *(selector for selector, _ in self.stages)])
 
     def ratio_of(self, kind: str, level: int, ratio: float) -> float:
         """Share of the tokens to remove.
@@ -314,7 +331,7 @@ class Settings:
 def _hashable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return frozenset(value.items())
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -344,7 +361,13 @@ def _is_share(value: Any) -> bool:
 def _is_schedule(value: Any) -> bool:
     if isinstance(value, str):
         return value in get_args(Shape)
-    return callable(value) or (len(value) > 0 and all(map(_is_share, value)))
+    return callable(value) or (len(value) > 0 and all(map(_is_stage, value)))
+
+
+def _is_stage(value: Any) -> bool:
+    if not isinstance(value, Sequence):
+        return _is_share(value)
+    return len(value) == 2 and value[0] in get_args(Selector) and _is_share(value[1])
 
 
 def _is_span(value: Any) -> bool:
@@ -375,7 +398,8 @@ def _shares_by(keys: tuple[Any, ...]) -> _Allowed:
 _SHARE = _Allowed("a number between 0 and 1", numbers.Real, _is_share)
 _SPAN = _Allowed("two numbers between 0 and 1 that rise", Sequence, _is_span)
 _SCHEDULE = _Allowed(
-    "'linear', 'cosine', a list of numbers between 0 and 1, or a function",
+    "'linear', 'cosine', a list of numbers between 0 and 1, also with a selector as in "
+    "('grid', 0.75), or a function",
     (Sequence, Callable),
     _is_schedule,
 )

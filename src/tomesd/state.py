@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .kept import Kept
 from .plan import MergePlan
 from .proportional import Proportion
-from .schedule import Timeline, ratio_at
+from .schedule import Timeline, ratio_at, stage_at
 from .selectors import SELECTORS, Selector
 from .settings import MergeWarning, Settings
 from .steps import Moment, Steps
@@ -68,7 +68,9 @@ class Patch:
     blocks: int = 1
     """Transformer blocks in the model."""
     selector: Selector = field(init=False)
-    """What groups tokens."""
+    """What groups tokens, where the schedule names no other."""
+    by_selector: dict[str, Settings] = field(init=False)
+    """The settings with each of the selectors that the schedule names."""
     observer: "Callable[[Scope, nn.Module, MergePlan], None] | None" = None
     """Told about the plan of each block or region."""
     kept: Kept = field(default_factory=Kept)
@@ -83,6 +85,9 @@ class Patch:
 
     def __post_init__(self) -> None:
         self.selector = SELECTORS[self.settings.selector]
+        self.by_selector = {
+            name: replace(self.settings, selector=name) for name in self.settings.selectors
+        }
         _patches[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,18 +98,19 @@ class Patch:
 
     def read_time(
         self, timestep: Any, size: tuple[int, ...], apart: bool
-    ) -> tuple[float, Moment | None]:
-        """What the ratio is at a timestep, and what the call does if regions are reused.
+    ) -> tuple[Settings, float, Moment | None]:
+        """The settings and the ratio at a timestep, and what the call does if regions are reused.
 
         Args:
             timestep: a number, or a tensor `[]` or `[T]`.
             size: of the latents: items, tokens of each, and whatever else tells images apart.
             apart: see `Call`; nothing is reused then.
         """
-        ratio, *moment = _read_time(self.name, timestep, size, apart).split()
+        ratio, selector, *moment = _read_time(self.name, timestep, size, apart).split()
+        settings = self.by_selector[selector]
         if not moment:
-            return float(ratio), None
-        return float(ratio), Moment(*map(int, moment))  # type: ignore[arg-type]
+            return settings, float(ratio), None
+        return settings, float(ratio), Moment(*map(int, moment))  # type: ignore[arg-type]
 
 
 def _warn_once(name: str, message: str) -> None:
@@ -129,7 +135,8 @@ def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool) -> 
             )
         timestep = patch.timeline.noisiest(timestep).float().mean().item()
     time, settings, timeline = float(timestep), patch.settings, patch.timeline
-    ratio = repr(ratio_at(time, settings, timeline, size[1]))
+    progress = timeline.progress(time, size[1])
+    ratio = f"{ratio_at(time, settings, timeline, size[1])!r} {stage_at(progress, settings)[0]}"
     if settings.reuse is None:
         return ratio
     if apart:
@@ -141,7 +148,7 @@ def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool) -> 
         return ratio
     if patch.steps.enter(-time if timeline.rises else time, size):
         patch.kept.forget("reuse_")
-    started = timeline.progress(time, size[1]) >= (settings.reuse_start or 0.0)
+    started = progress >= (settings.reuse_start or 0.0)
     moment = patch.steps.moment(settings.reuse, started)
     return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
 
@@ -236,6 +243,12 @@ class Call:
     guided: tuple[Tensor, Tensor] | None = None
     """Where the prompt made a difference at the step before `[b, h, w]`, and whether that was a
     step of the same image `[]`."""
+
+    @property
+    def selector(self) -> Selector:
+        """What groups tokens in this call."""
+        named = self.settings.selector
+        return self.patch.selector if named == self.patch.settings.selector else SELECTORS[named]
 
     @property
     def reuses(self) -> bool:

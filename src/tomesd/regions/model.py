@@ -51,7 +51,7 @@ class _Root(Role):
         call.apart = apart
         if patch.settings.changes and value is not None:
             sizes = (latent.shape[0], tokens, *size)
-            call.ratio, call.moment = patch.read_time(value, sizes, apart)
+            call.settings, call.ratio, call.moment = patch.read_time(value, sizes, apart)
         return call
 
     def finish_call(self, call: Call) -> None:

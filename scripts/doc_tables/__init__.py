@@ -29,6 +29,7 @@ TABLES = {
     "quality against speed": quality.front,
     "quality of presets": quality.preset_quality,
     "search": quality.search,
+    "steps": quality.steps_left_out,
     "defaults": quality.defaults,
     **{name: quality.ablation(name) for name in ("partition", "layers", "levels", "schedule")},
     "other algorithms": quality.other_algorithms,

@@ -13,9 +13,9 @@ from merging_dit import (
     assert_rounding,
     block_calls,
     block_lists,
-    input_name,
     patched_model,
     texts_swapped,
+    tokens_of,
     tokens_seen,
 )
 from zoo_diffusers import module_state
@@ -28,10 +28,14 @@ REMOVED = {
     "joyimage": 12,
     "flux_kontext": 12 + 3,  # of the reference too
     "flux2_edit": 12 + 3,
+    "flux3_edit": 12 + 3,
+    "bria_fibo2": 12 + 3,
+    "joyimage_plus": 12 + 3,
     "qwen_edit": 12 + 3,
     "qwen_edit_2511": 12 + 3,
     "hunyuan_video_i2v": 24,  # the first frame is given
     "framepack": 24,  # 4 x 4 in each of three frames; the past is left alone
+    "helios": 24,
     "cogvideox_15": 24,  # two frames in a token
     "latte": 8,  # each frame by itself
 }
@@ -149,6 +153,12 @@ PLACES: dict[str, Any] = {
     "lumina2": ((0.0, 1.0), lambda n, k: range(7, 31)),
     "lumina2_uneven": ((0.0, 1.0), lambda n, k: range(7 - k, 31 - k)),
     "framepack": ((0.0, 1.0), lambda n, k: range(n - 48, n)),
+    "helios": ((0.0, 1.0), lambda n, k: range(n - 48, n)),
+    "krea2": ((0.0, 1.0), lambda n, k: range(n - 24, n)),
+    "ideogram4": ((0.0, 1.0), lambda n, k: range(n - 24, n)),
+    "ernie": ((0.0, 1.0), lambda n, k: range(24)),
+    "bria_fibo2": ((0.0, 1.0), lambda n, k: range(n - 30, n)),
+    "bria_fibo2_uneven": ((0.0, 1.0), lambda n, k: range(24)),
 }
 
 
@@ -178,7 +188,7 @@ def test_text_in_one_sequence_with_the_picture_is_left_alone(name: str) -> None:
 
 def _tokens_into(model: Any, calls: Any, block: str) -> torch.Tensor:
     """What a block got, [B, S, C]: in one call, or in one for each item."""
-    return torch.cat([given[input_name(model)] for name, given in calls if name == block])
+    return torch.cat([tokens_of(model, given) for name, given in calls if name == block])
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video_uneven", "zimage"])

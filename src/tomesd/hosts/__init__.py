@@ -59,6 +59,7 @@ class FoundModel:
     def timeline(self, of_scheduler: Timeline) -> Timeline:
         """How its times run: as the table says, or as the scheduler of the pipeline does."""
         known = self.row.timeline if self.row is not None else None
+        known = known(self.module) if callable(known) else known
         return of_scheduler if known is None else known
 
     def sites(self, settings: Settings) -> list[Site]:
@@ -83,10 +84,16 @@ class FoundModel:
 def find_models(model: Any) -> list[FoundModel]:
     """The models to patch in a pipeline, a model, or a wrapper around one."""
     found: list[FoundModel] = []
+    refused = None
     for name, module in find_modules(model).items():
         known = {id(other.module) for other in found}
-        found += [other for other in _models(name, module) if id(other.module) not in known]
+        try:
+            found += [other for other in _models(name, module) if id(other.module) not in known]
+        except UnsupportedModelError as error:  # beside others, such a ControlNet is left alone
+            refused = error
     if not found:
+        if refused is not None:
+            raise refused
         supported = "; ".join((*unets.NAMES, transformers.name_all()))
         raise UnsupportedModelError(
             f"tomesd found no transformer block it knows in this {type(model).__name__}. "

@@ -10,16 +10,7 @@ from ..policy import Layout
 from ..regions import Along, Given, Tokens
 from ..schedule import Timeline
 from ..settings import Settings
-from .layouts import (
-    from_cogvideox,
-    from_flux2,
-    from_hunyuan_video,
-    from_ids,
-    from_image,
-    from_ltx,
-    from_qwen,
-    from_video,
-)
+from . import layouts
 from .names import parameters
 
 __all__ = ["Blocks", "Transformer"]
@@ -36,8 +27,21 @@ _UNET_OPTIONS = (
 """Options that mean nothing on a transformer, and what they are when they are not used."""
 
 
-_OF_VIDEOS = (from_video, from_hunyuan_video, from_cogvideox, from_ltx)
-_WITH_REFERENCES = (from_ids, from_flux2, from_qwen)
+_OF_VIDEOS = (
+    layouts.from_video,
+    layouts.from_hunyuan_video,
+    layouts.from_frames_first,
+    layouts.from_channels_last,
+    layouts.from_ltx,
+)
+_WITH_REFERENCES = (
+    layouts.from_ids,
+    layouts.from_flux2,
+    layouts.from_flux3,
+    layouts.from_qwen,
+    layouts.from_bria_fibo2,
+    layouts.from_joy_image_plus,
+)
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,29 @@ class Blocks:
     text: Literal["before", "after", "ragged"] = "before"
     along: tuple[Along, ...] = ()
     refused: tuple[str, ...] = ()
+    tokens_first: bool = False
+    after_with: str = ""
     alone: bool = False
     """Whether something needs all tokens between the blocks, so that each merges by itself."""
+    anew: str = ""
+    """The entry of the configuration that says how many blocks at the end begin with other tokens,
+    and so are a run of their own."""
     attention: str = ""
     """Self-attention of a block, if it takes image tokens only, and can merge on its own."""
+    keys: tuple[Along, ...] | None = None
+    """Arguments of `attention` with a row for each key. None: it needs as many keys as queries."""
 
     def tokens(self, block: nn.Module) -> Tokens:
-        names = tuple(parameters(block))
         return Tokens(
-            names, self.input, self.output, self.joint, self.text, self.along, self.refused
+            tuple(parameters(block)),
+            self.input,
+            self.output,
+            self.joint,
+            self.text,
+            self.along,
+            self.refused,
+            self.tokens_first,
+            self.after_with,
         )
 
 
@@ -70,9 +88,9 @@ class Transformer:
     name: str
     """Of the class."""
     lists: tuple[Blocks, ...] = ()
-    layout: Callable[[Any, Given], Layout] = from_image
-    timeline: Timeline | None = None
-    """How its times run. None: as the scheduler says."""
+    layout: Callable[[Any, Given], Layout] = layouts.from_image
+    timeline: Timeline | Callable[[Any], Timeline] | None = None
+    """How its times run, for all models or for one. None: as the scheduler says."""
     time: str = "timestep"
     between: tuple[str, ...] = ()
     """Arguments that add something to all tokens between the blocks, or pass blocks by."""
@@ -82,7 +100,8 @@ class Transformer:
     @property
     def targets(self) -> tuple[str, ...]:
         attention = any(part.attention for part in self.lists)
-        return ("stack", "block", "attn") if attention else ("stack", "block")
+        keys = any(part.keys is not None for part in self.lists)
+        return ("stack", "block", *["attn"] * attention, *["kv"] * keys)
 
     def check_options(self, settings: Settings) -> None:
         """Refuses options that mean nothing on this model."""

@@ -129,7 +129,7 @@ class Member(_AnyBlock):
             patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
             return inner(*args, **kwargs)
         region = self._open(scope, module, args, kwargs)
-        args, kwargs = self.tokens.replaced({self.tokens.input: region.merged}, args, kwargs)
+        args, kwargs = self.tokens.given(region.merged, args, kwargs)
         output = self.tokens.call(inner, region.along, args, kwargs)
         if self.first and not self.last and not scope.call.apart:
             scope.region = region
@@ -146,7 +146,7 @@ class Member(_AnyBlock):
             plan = find_plan(inside, module, x, segments)
             along = self.tokens.cut_along(plan, decision, args, kwargs)
             return OpenRegion(plan, x, plan.merge(x), along, place)
-        start = self.tokens.start(x.shape[1], decision)
+        start = self.tokens.start(x.shape[1], decision, args, kwargs)
         plan = find_plan(inside, module, _part(x, start, decision.tokens), segments)
         along = self.tokens.cut_along(plan, decision, args, kwargs)
         plan = plan.placed(start, x.shape[1])

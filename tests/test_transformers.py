@@ -22,6 +22,7 @@ from zoo_diffusers import module_state
 from zoo_dit import Dit, alone
 
 import tomesd
+from tomesd.patch import patch_of
 
 # Tokens that go at a ratio of 0.5. A picture has 6 x 4 tokens, and a video three times as many.
 REMOVED = {
@@ -215,7 +216,7 @@ def test_every_selector(name: str, selector: str) -> None:
         assert_rounding(dit.run(model, alone(inputs, k))[0], merged[k])
 
 
-@pytest.mark.parametrize("name", ["wan", "wan_ti2v", "ltx", "ltx_i2v"])
+@pytest.mark.parametrize("name", ["wan", "wan_ti2v", "ltx", "ltx_i2v", "anyflow"])
 def test_self_attention_on_its_own(name: str) -> None:
     """Where attention takes nothing but the video, it can merge and the rest keep all tokens."""
     dit = SUPPORTED[name]
@@ -228,3 +229,61 @@ def test_self_attention_on_its_own(name: str) -> None:
     assert_differs(merged, dit.run(dit.build(), inputs))
     for k in range(2):
         assert_rounding(dit.run(model, alone(inputs, k))[0], merged[k])
+
+
+@pytest.mark.parametrize("name", ["latte", "anyflow"])
+def test_keys_and_values_on_their_own(name: str) -> None:
+    """Where attention takes as many keys as it is given, only they merge."""
+    dit, seen = SUPPORTED[name], []
+    model, inputs = patched_model(dit, target="kv"), dit.inputs()
+    attention = model.get_submodule(f"{block_lists(model)[0]}.1.attn1")
+    for layer in (attention.to_q, attention.to_k, attention.to_v):
+        layer.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1]))
+    merged = dit.run(model, inputs)
+    full = 16 if name == "latte" else 72
+    assert seen == [full, full // 2, full // 2]
+    assert_differs(merged, dit.run(dit.build(), inputs))
+    assert_differs(merged, dit.run(patched_model(dit, target="attn"), inputs))
+    for k in range(2):
+        assert_rounding(dit.run(model, alone(inputs, k))[0], merged[k])
+
+
+def test_keys_by_hand() -> None:
+    """Attention of AnyFlow with merged keys is that of an unpatched layer which is given the means
+    of the slots, and the positions of their representatives."""
+    dit, plans, calls = SUPPORTED["anyflow"], [], []
+    inputs = alone(dit.inputs(), 0)
+    model = patched_model(dit, target="kv")
+    patch_of(model).observer = lambda scope, block, plan: plans.append(plan)
+    layer = model.blocks[1].attn1
+    hook = lambda m, args, kwargs, output: calls.append((kwargs, output))  # noqa: E731
+    layer.register_forward_hook(hook, with_kwargs=True)
+    dit.run(model, inputs)
+    (given, output), plan = calls[0], plans[0]
+    x, kept = given["hidden_states"], plan.kept[0]
+    means = torch.stack([x[0, plan.slot[0] == slot].mean(dim=0) for slot in range(len(kept))])
+    rope = {"query": given["rotary_emb"]["query"], "key": given["rotary_emb"]["key"][:, :, kept]}
+    with torch.no_grad():
+        plain = (
+            dit.build()
+            .blocks[1]
+            .attn1(x, encoder_hidden_states=means[None], rotary_emb=rope, attention_mask=None)
+        )
+    assert_rounding(output, plain)
+
+
+def test_pictures_are_told_apart_by_what_differs_from_the_first() -> None:
+    """LongCat numbers text 0, the picture that is made 1 and the one that is given 2."""
+    from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
+
+    made = prepare_pos_ids(1, "image", (512, 512), height=6, width=4)
+    given = prepare_pos_ids(2, "image", (512, 512), height=2, width=3)
+    dit = SUPPORTED["longcat"]
+    inputs = dit.inputs()
+    more = torch.zeros(2, 6, inputs["hidden_states"].shape[2])
+    inputs["hidden_states"] = torch.cat([inputs["hidden_states"], more], dim=1)
+    inputs["img_ids"] = torch.cat([made, given])
+    model = patched_model(dit, reference_ratio=0.0)
+    dit.run(model, inputs)
+    (decision,) = patch_of(model).decisions
+    assert decision.grid == (1, 6, 4) and decision.remove == 12

@@ -582,6 +582,7 @@ COSMOS: dict[str, Any] = {
     "adaln_lora_dim": 8,
     "max_size": (4, 16, 16),
     "concat_padding_mask": False,  # would need torchvision
+    "controlnet_block_every_n": 2,
 }
 KANDINSKY5: dict[str, Any] = {
     "in_visual_dim": 4,

@@ -84,11 +84,10 @@ def _block_sites(
     if part.attention:
         layer = getattr(block, part.attention)
         names = tuple(parameters(layer))
-        along = tuple(a for a in part.along if a.name in names)
-        if settings.target == "kv":
-            along = part.keys or ()
+        along = tuple(a for a in part.along if a.name in names or "kwargs" in names)
+        along = along if settings.target == "attn" else part.keys or ()
         inside = Tokens(names, names[0], along=along, refused=part.refused)
-        yield layer, Layer(inside, "attn", names[1])
+        yield layer, Layer(inside, "attn", "encoder_hidden_states")
         yield block, Block(tokens)
 
 

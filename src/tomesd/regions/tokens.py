@@ -100,7 +100,7 @@ class Tokens:
     """An argument with which the text comes after the image."""
 
     def get(self, name: str, args: tuple, kwargs: dict) -> Any:
-        place = self.names.index(name)
+        place = self.names.index(name) if name in self.names else len(args)
         return args[place] if place < len(args) else kwargs.get(name)
 
     def take(self, args: tuple, kwargs: dict) -> Tensor:

@@ -156,6 +156,7 @@ PLACES: dict[str, Any] = {
     "framepack": ((0.0, 1.0), lambda n, k: range(n - 48, n)),
     "helios": ((0.0, 1.0), lambda n, k: range(n - 48, n)),
     "krea2": ((0.0, 1.0), lambda n, k: range(n - 24, n)),
+    "qwen21": ((0.0, 1.0), lambda n, k: range(n - 24, n)),
     "ideogram4": ((0.0, 1.0), lambda n, k: range(n - 24, n)),
     "ernie": ((0.0, 1.0), lambda n, k: range(24)),
     "bria_fibo2": ((0.0, 1.0), lambda n, k: range(n - 30, n)),
@@ -287,3 +288,20 @@ def test_pictures_are_told_apart_by_what_differs_from_the_first() -> None:
     dit.run(model, inputs)
     (decision,) = patch_of(model).decisions
     assert decision.grid == (1, 6, 4) and decision.remove == 12
+
+
+def test_keys_of_the_text_are_kept_from_step_to_step() -> None:
+    """Qwen-Image 2.1: merged with what the first step kept, the picture is as without."""
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+    dit = SUPPORTED["qwen21"]
+    model, inputs = patched_model(dit), alone(dit.inputs(), 0)
+    del inputs["encoder_hidden_states_mask"]  # a pipeline gives one only if it hides something
+    merged = dit.run(model, inputs)[:, -24:]
+    cache = {"kv_cache": QwenImage21KVCache(4)}
+    first = dit.run(model, inputs | cache | {"kv_cache_mode": "extract"})
+    assert_rounding(first[:, -24:], merged)
+    with block_calls(model) as calls:
+        later = dit.run(model, inputs | cache | {"kv_cache_mode": "cached"})
+    assert_rounding(later, merged)
+    assert [tokens for (tokens,) in tokens_seen(model, calls).values()] == [24, 12, 12, 24]

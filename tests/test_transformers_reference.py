@@ -178,6 +178,11 @@ HANDS: dict[str, Hand] = {
         [7, (1, 6, 4)],
         rows_of(image_rotary_emb=0, attention_mask=3),
     ),
+    "qwen21": Hand(
+        [(DUAL, range(1, 3))],
+        [7, (1, 6, 4)],
+        rows_of(rotary_emb=0, target_token_mask=0, key_valid=1),
+    ),
     "nucleus": Hand([(DUAL, range(1, 3))], PICTURE, rows_of_nucleus),
     "ernie": Hand(
         [("layers", range(1, 3))],

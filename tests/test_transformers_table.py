@@ -7,6 +7,7 @@ import pkgutil
 from types import ModuleType
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import ModelMixin
@@ -51,6 +52,7 @@ def _models_in(package: ModuleType) -> dict[str, Any]:
 
 
 MODELS = _models_in(transformers) | _models_in(controlnets)
+MODELS["DreamLiteUNetModel"] = diffusers.DreamLiteUNetModel
 
 
 def test_every_model_of_diffusers_has_a_row_or_a_reason() -> None:

@@ -33,7 +33,7 @@ UNIT_TIME = {
     "Lumina2Transformer2DModel", "LuminaNextDiT2DModel", "AuraFlowTransformer2DModel",
     "OvisImageTransformer2DModel", "LongCatImageTransformer2DModel", "Krea2Transformer2DModel",
     "NucleusMoEImageTransformer2DModel", "PRXTransformer2DModel", "OmniGenTransformer2DModel",
-    "BriaFibo2Transformer2DModel", "Ideogram4Transformer2DModel",
+    "BriaFibo2Transformer2DModel", "Ideogram4Transformer2DModel", "QwenImage21Transformer2DModel",
 }  # fmt: skip
 TIMES = ("timestep", "timesteps", "t", "sigma", "audio_timestep", "r_timestep")
 # Arguments without a batch axis: one for all items.
@@ -218,6 +218,8 @@ QWEN: dict[str, Any] = {
     "joint_attention_dim": 32,
     "axes_dims_rope": (4, 6, 6),
 }
+QWEN21 = {k: v for k, v in QWEN.items() if k != "joint_attention_dim"}
+QWEN21 |= {"context_in_dim": 32, "out_channels": 16}
 ZIMAGE: dict[str, Any] = {
     "in_channels": 4,
     "dim": 32,
@@ -843,6 +845,12 @@ DITS = {
             "QwenImageTransformer2DModel",
             QWEN | {"zero_cond_t": True},
             change=_reference_qwen,
+        ),
+        Dit(
+            "qwen21",
+            "QwenImage21Transformer2DModel",
+            QWEN21,
+            change=_mask("encoder_hidden_states_mask", "encoder_hidden_states"),
         ),
         Dit("zimage", "ZImageTransformer2DModel", ZIMAGE),
         Dit("zimage_uneven", "ZImageTransformer2DModel", ZIMAGE, change=_long_caption),

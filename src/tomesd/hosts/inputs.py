@@ -233,7 +233,8 @@ def _channels_last(c: _Call) -> Tensor:
 # The main input, by how it is read; `_image` for the others.
 _MAIN: dict[Any, _Rule] = {
     **dict.fromkeys((at.from_ids, at.from_flux2, at.from_flux3), _packed),
-    **dict.fromkeys((at.from_qwen, at.from_nucleus, at.from_krea2), _packed),
+    **dict.fromkeys((at.from_qwen, at.from_qwen21, at.from_nucleus), _packed),
+    at.from_krea2: _packed,
     at.from_video: _video,
     at.from_hunyuan_video: _video,
     at.from_frames: lambda c: c.video(c.in_channels, c.video_length),
@@ -435,6 +436,7 @@ _ARGUMENTS: dict[str, _Rule] = {
     "img_ids": _image_ids,
     "txt_ids": _text_ids,
     "img_shapes": lambda c: [[(1, *c.grid)]] * c.batch,
+    "img_mask": lambda c: c.known([[False] * c.text + [True] * (c.tokens // 4)] * c.batch),
     "shape_list": lambda c: [[(1, *c.grid)]] * c.batch,
     "segment_ids": lambda c: c.whole(c.text + c.tokens, value=1),
     "indicator": lambda c: c.known([[3] * c.text + [2] * c.tokens] * c.batch),

@@ -32,6 +32,7 @@ __all__ = [
     "from_lumina2",
     "from_nucleus",
     "from_qwen",
+    "from_qwen21",
     "from_video",
     "from_z_image",
 ]
@@ -160,6 +161,15 @@ def from_qwen(module: Any, given: Given) -> Layout:
         shapes = shapes[0]
     layered = module.config.get("use_layer3d_rope") and len(shapes) > 1
     return _images(shapes, made=len(shapes) - 1 if layered else 1)
+
+
+def from_qwen21(module: Any, given: Given) -> Layout:
+    """As `from_qwen`, but the image comes last, after the text and the references that are in it.
+    Where keys of several items are kept together, these cannot run one by one, and none merges."""
+    layout = _images([given["img_shapes"][0][-1]])
+    if given["kv_cache"] is None or given["hidden_states"].shape[0] == 1:
+        return layout
+    return Layout(layout.size, layout.grid, (LayoutPart(layout.tokens),))
 
 
 def from_nucleus(module: Any, given: Given) -> Layout:

@@ -133,6 +133,20 @@ _IMAGES = (
         between=_CONTROL,
     ),
     Transformer(
+        "QwenImage21Transformer2DModel",
+        _list(
+            _FIRST,
+            Along("rotary_emb", (0,), sequence=True, batched=False),
+            Along("target_token_mask", (0,), sequence=True, batched=False),
+            _of_all("key_valid"),
+            Along("modulation", (), last_for_all=True),
+            joint=True,
+            refused=(_MASK,),
+        ),
+        at.from_qwen21,
+        _SIGMAS,
+    ),
+    Transformer(
         "ZImageTransformer2DModel",
         _list(
             "layers",
@@ -437,9 +451,6 @@ _REFUSED = tuple(
         "SanaWMTransformer3DModel": _CONVOLUTIONS,
         "SanaControlNetModel": _CONVOLUTIONS,
         "SanaWMLTX2RefinerTransformer3DModel": "it is not told the grid that its tokens are on",
-        "QwenImage21Transformer2DModel": "a modulation for text and references, without noise, "
-        "comes in one tensor with those of the images, and keys and values of all images are kept "
-        "together from step to step, so images of a batch cannot merge each by itself",
         "AnyFlowFARTransformer3DModel": f"{_KEPT_KEYS} the masks of its attention are laid out for "
         "all tokens",
         "WanAnimate2Transformer3DModel": f"{_KEPT_KEYS} its attention computes positions from the "
@@ -450,6 +461,8 @@ _REFUSED = tuple(
         "without a batch",
         "MiniMaxH3Transformer3DModel": "text, pictures, sound and video are packed into one "
         "sequence, whose order only its pipeline knows",
+        "DreamLiteUNetModel": "its blocks have self-attention on coarse grids only, so there would "
+        "be little to gain",
         "CosmosControlNetModel": "its blocks give a projection of all tokens besides the tokens",
         "ZImageControlNetModel": "its blocks give, with their tokens, what all blocks before gave",
     }.items()

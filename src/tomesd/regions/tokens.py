@@ -33,11 +33,20 @@ class Along:
     tokens_first: bool = False
     """Whether it is `[N, B, ...]`. `axes` are those of `[B, N, ...]`."""
 
+    last_for_all: bool = False
+    """Whether it has a row for each item, and possibly one more, which is for all of them."""
+
     def is_in(self, value: Any) -> bool:
         """Whether an argument has it: a dictionary may not."""
         if isinstance(value, dict):
             return any(value.get(part) is not None for part in self.parts or ())
         return value is not None
+
+    def of_item(self, value: Any, item: int, batch: int) -> Any:
+        """The part of an argument that one item of the batch has."""
+        if self.last_for_all and value.shape[0] == batch + 1:
+            return value[[item, batch]]
+        return take_item(value, item, batch) if self.batched else value
 
     def length(self, value: Any) -> int:
         """How many rows it has."""
@@ -171,7 +180,7 @@ class Tokens:
             return [_cut(plan, given, starts)]
         cuts = []
         for item in range(batch):
-            own = [(a, take_item(v, item, batch) if a.batched else v) for a, v in given]
+            own = [(a, a.of_item(v, item, batch)) for a, v in given]
             cuts.append(_cut(plan.item(item), own, starts))
         return cuts
 

@@ -290,6 +290,19 @@ def test_pictures_are_told_apart_by_what_differs_from_the_first() -> None:
     assert decision.grid == (1, 6, 4) and decision.remove == 12
 
 
+def test_places_need_not_be_whole_numbers() -> None:
+    """As Flux 3 is given them: in steps of a half, and a number of its own for a reference."""
+    dit = SUPPORTED["flux3_edit"]
+    inputs = dit.inputs()
+    for name, number in (("img_ids", 0), ("image_cond_ids", -1)):
+        ids = inputs[name] * torch.tensor([0, 0.5, 0.5, 0])
+        inputs[name] = ids + torch.tensor([0, 0, 0, number])
+    model = patched_model(dit, reference_ratio=0.0)
+    dit.run(model, inputs)
+    (decision,) = patch_of(model).decisions
+    assert decision.grid == (1, 6, 4) and (decision.tokens, decision.remove) == (30, 12)
+
+
 def test_keys_of_the_text_are_kept_from_step_to_step() -> None:
     """Qwen-Image 2.1: merged with what the first step kept, the picture is as without."""
     from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache

@@ -473,8 +473,7 @@ _OWN: dict[str, dict[str, _Rule]] = {
     "ConsisIDTransformer3DModel": {"image_rotary_emb": _cogvideox_rope},
     "CosmosTransformer3DModel": {
         "encoder_hidden_states": lambda c: c.tensor(
-            c.text,
-            c.crossattn_proj_in_channels if c.use_crossattn_projection else c.text_embed_dim,
+            c.text, c.crossattn_proj_in_channels if c.use_crossattn_projection else c.text_embed_dim
         )
     },
     "EasyAnimateTransformer3DModel": {

@@ -15,27 +15,11 @@ from ..regions import Given
 from ..state import Grid
 
 __all__ = [
-    "from_bria_fibo2",
-    "from_channels_last",
-    "from_flux2",
-    "from_flux3",
-    "from_frames",
-    "from_frames_first",
-    "from_hidream",
-    "from_hunyuan_video",
-    "from_ideogram4",
-    "from_ids",
-    "from_image",
-    "from_joy_image_plus",
-    "from_krea2",
-    "from_ltx",
-    "from_lumina2",
-    "from_nucleus",
-    "from_qwen",
-    "from_qwen21",
-    "from_video",
-    "from_z_image",
-]
+    "from_bria_fibo2", "from_channels_last", "from_flux2", "from_flux3", "from_frames",
+    "from_frames_first", "from_hidream", "from_hunyuan_video", "from_ideogram4", "from_ids",
+    "from_image", "from_joy_image_plus", "from_krea2", "from_ltx", "from_lumina2", "from_nucleus",
+    "from_qwen", "from_qwen21", "from_video", "from_z_image",
+]  # fmt: skip
 
 
 def _one(size: tuple[int, int], grid: Grid, padding: int = 0) -> Layout:
@@ -252,7 +236,7 @@ def _read_ids(places: Tensor) -> Layout:
     changes = (image[1:] != image[:-1]).any(dim=1).nonzero().flatten() + 1
     parts = []
     for first, last in itertools.pairwise([0, *changes.tolist(), len(places)]):
-        rows, columns = (places[first:last, axis].unique(return_inverse=True)[1] for axis in (1, 2))
+        rows, columns = (_ranks(places[first:last, axis]) for axis in (1, 2))
         h, w = int(rows.max()) + 1, int(columns.max()) + 1
         # Row by row, or it is no grid that we know.
         on_grid = h * w == last - first and bool((rows * w + columns).diff().eq(1).all())
@@ -261,3 +245,9 @@ def _read_ids(places: Tensor) -> Layout:
     target = next((p.grid for p in parts if p.grid is not None and not p.reference), None)
     grid = target or (1, 1, len(places))
     return Layout((2 * grid[1], 2 * grid[2]), grid, tuple(parts))
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Which of the values that occur each one is, `[N]`: places need not be whole numbers."""
+    ranks: Tensor = values.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
+    return ranks

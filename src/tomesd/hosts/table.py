@@ -99,41 +99,42 @@ def _image_first(rows: Along, anew: str = "") -> tuple[Blocks, Blocks]:
     )
 
 
+def _2d(name: str, *row: Any, **fields: Any) -> Transformer:
+    """The row of a class whose name ends as most do."""
+    return Transformer(f"{name}Transformer2DModel", *row, **fields)
+
+
+def _3d(name: str, *row: Any, **fields: Any) -> Transformer:
+    return Transformer(f"{name}Transformer3DModel", *row, **fields)
+
+
 _IMAGES = (
-    Transformer(
-        "FluxTransformer2DModel", _apart(_ALL_ROWS), at.from_ids, _SIGMAS, between=_CONTROL
-    ),
-    Transformer("Flux2Transformer2DModel", _then_joint(_ALL_ROWS), at.from_flux2, _SIGMAS),
-    Transformer(
-        "Flux3Transformer2DModel",
+    _2d("Flux", _apart(_ALL_ROWS), at.from_ids, _SIGMAS, between=_CONTROL),
+    _2d("Flux2", _then_joint(_ALL_ROWS), at.from_flux2, _SIGMAS),
+    _2d(
+        "Flux3",
         # In the blocks before, each picture is by itself.
         _list(_SECOND, _ALL_ROWS, _of_image("temb_mod"), output=1),
         at.from_flux3,
         _SIGMAS,
     ),
-    Transformer(
-        "ChromaTransformer2DModel",
-        _then_joint(_ALL_ROWS, _of_all(_MASK)),
-        at.from_ids,
-        _SIGMAS,
-        between=_CONTROL,
-    ),
-    Transformer(
-        "SD3Transformer2DModel",
+    _2d("Chroma", _then_joint(_ALL_ROWS, _of_all(_MASK)), at.from_ids, _SIGMAS, between=_CONTROL),
+    _2d(
+        "SD3",
         _list(_FIRST, output=1),
         at.from_image,
         _THOUSAND,
         between=("block_controlnet_hidden_states", "skip_layers"),
     ),
-    Transformer(
-        "QwenImageTransformer2DModel",
+    _2d(
+        "QwenImage",
         _list(_FIRST, _FIRST_PART, _of_image("modulate_index"), output=1),
         at.from_qwen,
         _SIGMAS,
         between=_CONTROL,
     ),
-    Transformer(
-        "QwenImage21Transformer2DModel",
+    _2d(
+        "QwenImage21",
         _list(
             _FIRST,
             Along("rotary_emb", (0,), sequence=True, batched=False),
@@ -146,8 +147,8 @@ _IMAGES = (
         at.from_qwen21,
         _SIGMAS,
     ),
-    Transformer(
-        "ZImageTransformer2DModel",
+    _2d(
+        "ZImage",
         _list(
             "layers",
             _of_all("attn_mask"),
@@ -162,8 +163,8 @@ _IMAGES = (
         time="t",
         between=("controlnet_block_samples",),
     ),
-    Transformer(
-        "Lumina2Transformer2DModel",
+    _2d(
+        "Lumina2",
         _list("layers", _of_all(_MASK), _of_all(_ROPE), joint=True, text="ragged"),
         at.from_lumina2,
         _RISING,
@@ -174,14 +175,9 @@ _IMAGES = (
         at.from_image,
         _RISING,
     ),
-    Transformer(
-        "AuraFlowTransformer2DModel",
-        _then_joint(first="joint_transformer_blocks"),
-        at.from_image,
-        _SIGMAS,
-    ),
-    Transformer(
-        "HiDreamImageTransformer2DModel",
+    _2d("AuraFlow", _then_joint(first="joint_transformer_blocks"), at.from_image, _SIGMAS),
+    _2d(
+        "HiDreamImage",
         (
             *_list(
                 "double_stream_blocks",
@@ -203,31 +199,25 @@ _IMAGES = (
         _THOUSAND,
         time="timesteps",
     ),
-    Transformer(
-        "HunyuanImageTransformer2DModel", _image_first(_IMAGE_ROWS), at.from_image, _THOUSAND
-    ),
+    _2d("HunyuanImage", _image_first(_IMAGE_ROWS), at.from_image, _THOUSAND),
     Transformer(
         "HunyuanDiT2DModel",
         _list("blocks", _IMAGE_ROWS, _of_image("skip", mean=True), alone=True),
         between=("controlnet_block_samples",),
     ),
-    Transformer("CogView3PlusTransformer2DModel", _dual()),
-    Transformer(
-        "CogView4Transformer2DModel", _dual(_IMAGE_ROWS, refused=(_MASK,)), at.from_image, _THOUSAND
-    ),
-    Transformer(
-        "GlmImageTransformer2DModel",
+    _2d("CogView3Plus", _dual()),
+    _2d("CogView4", _dual(_IMAGE_ROWS, refused=(_MASK,)), at.from_image, _THOUSAND),
+    _2d(
+        "GlmImage",
         _dual(_IMAGE_ROWS, refused=(_MASK,)),
         at.from_image,
         _THOUSAND,
         between=("kv_caches",),
     ),
-    Transformer(
-        "BriaTransformer2DModel", _apart(_ALL_ROWS), at.from_ids, _THOUSAND, between=_CONTROL
-    ),
-    Transformer("BriaFiboTransformer2DModel", _then_joint(_ALL_ROWS), at.from_ids, _SIGMAS),
-    Transformer(
-        "BriaFibo2Transformer2DModel",
+    _2d("Bria", _apart(_ALL_ROWS), at.from_ids, _THOUSAND, between=_CONTROL),
+    _2d("BriaFibo", _then_joint(_ALL_ROWS), at.from_ids, _SIGMAS),
+    _2d(
+        "BriaFibo2",
         _list(
             "layers",
             *(_of_all(name) for name in ("attn_mask", "freqs_cis", "noise_mask")),
@@ -238,40 +228,25 @@ _IMAGES = (
         at.from_bria_fibo2,
         _SIGMAS,
     ),
-    Transformer("OvisImageTransformer2DModel", _apart(_ALL_ROWS), at.from_ids, _SIGMAS),
-    Transformer("LongCatImageTransformer2DModel", _apart(_ALL_ROWS), at.from_ids, _SIGMAS),
-    Transformer(
-        "OmniGenTransformer2DModel",
-        _list("layers", _ALL_ROWS, _SCORE_MASK, joint=True),
-        at.from_image,
-        _RISING,
-    ),
-    Transformer(
-        "JoyImageEditTransformer3DModel",
-        _list("double_blocks", _FIRST_PART, output=0),
-        at.from_video,
-        _THOUSAND,
-    ),
-    Transformer(
-        "JoyImageEditPlusTransformer3DModel",
+    _2d("OvisImage", _apart(_ALL_ROWS), at.from_ids, _SIGMAS),
+    _2d("LongCatImage", _apart(_ALL_ROWS), at.from_ids, _SIGMAS),
+    _2d("OmniGen", _list("layers", _ALL_ROWS, _SCORE_MASK, joint=True), at.from_image, _RISING),
+    _3d("JoyImageEdit", _list("double_blocks", _FIRST_PART, output=0), at.from_video, _THOUSAND),
+    _3d(
+        "JoyImageEditPlus",
         _list("double_blocks", _of_image(_ROPE), _KEY_MASK, output=0, text="after"),
         at.from_joy_image_plus,
         _THOUSAND,
     ),
-    Transformer(
-        "Krea2Transformer2DModel",
-        _list(_FIRST, _ALL_ROWS, _KEY_MASK, joint=True),
-        at.from_krea2,
-        _SIGMAS,
-    ),
-    Transformer(
-        "NucleusMoEImageTransformer2DModel",
+    _2d("Krea2", _list(_FIRST, _ALL_ROWS, _KEY_MASK, joint=True), at.from_krea2, _SIGMAS),
+    _2d(
+        "NucleusMoEImage",
         _list(_FIRST, _FIRST_PART, _of_all("attention_kwargs", parts=(_MASK,)), text="after"),
         at.from_nucleus,
         _SIGMAS,
     ),
-    Transformer(
-        "ErnieImageTransformer2DModel",
+    _2d(
+        "ErnieImage",
         _list(
             "layers",
             _of_all("rotary_pos_emb"),
@@ -285,44 +260,39 @@ _IMAGES = (
         at.from_image,
         _THOUSAND,
     ),
-    Transformer(
-        "Ideogram4Transformer2DModel",
+    _2d(
+        "Ideogram4",
         _list("layers", _SCORE_MASK, _of_all(_ROPE), _of_all("adaln_input"), joint=True),
         at.from_ideogram4,
         _RISING,
     ),
-    Transformer("PRXTransformer2DModel", _list("blocks", Along(_ROPE, (2,))), timeline=_SIGMAS),
+    _2d("PRX", _list("blocks", Along(_ROPE, (2,))), timeline=_SIGMAS),
 )
 
 _VIDEOS = (
-    Transformer(
-        "WanTransformer3DModel",
-        _list("blocks", *_WAN, attention="attn1"),
-        at.from_video,
-        _THOUSAND,
-    ),
-    Transformer(
-        "WanVACETransformer3DModel",
+    _3d("Wan", _list("blocks", *_WAN, attention="attn1"), at.from_video, _THOUSAND),
+    _3d(
+        "WanVACE",
         _list("blocks", *_WAN, attention="attn1"),
         at.from_video,
         _THOUSAND,
         between=("control_hidden_states",),
     ),
-    Transformer(
-        "WanAnimateTransformer3DModel",
+    _3d(
+        "WanAnimate",
         _list("blocks", *_WAN, alone=True),  # an adapter wants whole frames
         at.from_video,
         _THOUSAND,
     ),
-    Transformer(
-        "SkyReelsV2Transformer3DModel",
+    _3d(
+        "SkyReelsV2",
         _list("blocks", _WAN[0], Along("temb", (2,), ndim=4), refused=(_MASK,)),
         at.from_video,
         _THOUSAND,
     ),
-    Transformer("ChronoEditTransformer3DModel", _list("blocks", *_WAN), at.from_video, _THOUSAND),
-    Transformer(
-        "AnyFlowTransformer3DModel",
+    _3d("ChronoEdit", _list("blocks", *_WAN), at.from_video, _THOUSAND),
+    _3d(
+        "AnyFlow",
         _list(
             "blocks",
             Along("rotary_emb", (2,), parts=("query", "key")),
@@ -333,8 +303,8 @@ _VIDEOS = (
         at.from_frames_first,
         _THOUSAND,
     ),
-    Transformer(
-        "HeliosTransformer3DModel",
+    _3d(
+        "Helios",
         _list(
             "blocks",
             _of_all("rotary_emb"),
@@ -345,14 +315,9 @@ _VIDEOS = (
         at.from_video,
         _THOUSAND,
     ),
-    Transformer(
-        "HunyuanVideoTransformer3DModel",
-        _image_first(_FREQUENCIES),
-        at.from_hunyuan_video,
-        _THOUSAND,
-    ),
-    Transformer(
-        "HunyuanVideoFramepackTransformer3DModel",
+    _3d("HunyuanVideo", _image_first(_FREQUENCIES), at.from_hunyuan_video, _THOUSAND),
+    _3d(
+        "HunyuanVideoFramepack",
         (
             *_dual(_ALL_FREQUENCIES, _KEY_MASK, joint=True),  # with the frames before, in front
             *_list(_SECOND, _ALL_ROWS, _KEY_MASK, output=0, joint=True),
@@ -360,32 +325,27 @@ _VIDEOS = (
         at.from_video,
         _THOUSAND,
     ),
-    Transformer("HunyuanVideo15Transformer3DModel", _dual(_FREQUENCIES), at.from_video, _THOUSAND),
-    Transformer(
-        "MotifVideoTransformer3DModel",
-        _image_first(_IMAGE_ROWS, anew="num_decoder_layers"),
-        at.from_video,
-        _THOUSAND,
+    _3d("HunyuanVideo15", _dual(_FREQUENCIES), at.from_video, _THOUSAND),
+    _3d(
+        "MotifVideo", _image_first(_IMAGE_ROWS, anew="num_decoder_layers"), at.from_video, _THOUSAND
     ),
-    Transformer("CogVideoXTransformer3DModel", _dual(_IMAGE_ROWS), at.from_frames_first),
-    Transformer(
-        "ConsisIDTransformer3DModel", _dual(_IMAGE_ROWS), at.from_frames_first, between=("id_cond",)
-    ),
-    Transformer(
-        "CosmosTransformer3DModel",
+    _3d("CogVideoX", _dual(_IMAGE_ROWS), at.from_frames_first),
+    _3d("ConsisID", _dual(_IMAGE_ROWS), at.from_frames_first, between=("id_cond",)),
+    _3d(
+        "Cosmos",
         _list(_FIRST, *_COSMOS),
         at.from_video,
         _cosmos_timeline,
         between=("block_controlnet_hidden_states",),
     ),
-    Transformer(
-        "Kandinsky5Transformer3DModel",
+    _3d(
+        "Kandinsky5",
         _list(_VISUAL, _of_image("rope"), input="visual_embed", refused=("sparse_params",)),
         at.from_channels_last,
         _THOUSAND,
     ),
-    Transformer(
-        "Kandinsky6Transformer3DModel",
+    _3d(
+        "Kandinsky6",
         _list(
             _VISUAL,
             Along("vis_rope", (0,), batched=False),
@@ -396,27 +356,18 @@ _VIDEOS = (
         at.from_channels_last,
         _THOUSAND,
     ),
-    Transformer(
-        "LTXVideoTransformer3DModel",
+    _3d(
+        "LTXVideo",
         _list(_FIRST, _of_image(_ROPE), _of_image("temb"), attention="attn1"),
         at.from_ltx,
         _THOUSAND,
     ),
-    Transformer(
-        "LTX2VideoTransformer3DModel",
-        _dual(*_LTX2, refused=("self_attention_mask",)),
-        at.from_ltx,
-        _THOUSAND,
-    ),
-    Transformer("MochiTransformer3DModel", _dual(_IMAGE_ROWS), at.from_video, _TO_THOUSAND),
-    Transformer("EasyAnimateTransformer3DModel", _dual(_IMAGE_ROWS), at.from_video, _THOUSAND),
-    Transformer(
-        "AllegroTransformer3DModel",
-        _list(_FIRST, _of_image(_ROPE, parts=(1,)), refused=(_MASK,)),
-        at.from_video,
-    ),
-    Transformer(
-        "LatteTransformer3DModel",
+    _3d("LTX2Video", _dual(*_LTX2, refused=("self_attention_mask",)), at.from_ltx, _THOUSAND),
+    _3d("Mochi", _dual(_IMAGE_ROWS), at.from_video, _TO_THOUSAND),
+    _3d("EasyAnimate", _dual(_IMAGE_ROWS), at.from_video, _THOUSAND),
+    _3d("Allegro", _list(_FIRST, _of_image(_ROPE, parts=(1,)), refused=(_MASK,)), at.from_video),
+    _3d(
+        "Latte",
         # Blocks over time lie between.
         _list(_FIRST, alone=True, refused=(_MASK,), attention="attn1", keys=()),
         at.from_frames,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -252,6 +254,18 @@ def test_start_and_end(name: str) -> None:
     # Who says where it starts says nothing of an end.
     model = tomesd.apply_patch(dit.build(), 0.5, when="always", start=0.3)
     assert merges(model, dit, at_noise(dit, inputs, 0.1))
+
+
+def test_cosmos_goes_by_its_configuration() -> None:
+    """The first one is given a quarter of the logarithm of sigma, the next ones 0 ... 1."""
+    first = SUPPORTED["cosmos"]
+    second = replace(first, config=first.config | {"extra_pos_embed_type": None})
+    logarithms = (math.log(60) / 4, math.log(0.01) / 4)
+    for dit, (early, late) in ((first, logarithms), (second, (0.8, 0.3))):
+        model, inputs = tomesd.apply_patch(dit.build(), 0.5, when="always"), dit.inputs()
+        for time, merged in ((early, True), (late, False)):
+            now = inputs | {"timestep": torch.full((2,), float(time))}
+            assert merges(model, dit, now) == merged
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "zimage"])

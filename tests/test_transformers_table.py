@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -17,6 +17,7 @@ from zoo_dit import DITS
 
 import tomesd
 from tomesd.hosts import unets
+from tomesd.patch import patch_of
 
 # What they make is no image or video: sound, proteins, embeddings, and tokens of text.
 OTHERS = {
@@ -68,11 +69,16 @@ def test_every_row_has_a_tiny_model() -> None:
     }
 
 
+def _empty(name: str) -> torch.nn.Module:
+    """A model of a class that derives from the one of diffusers, without any layers."""
+    model = torch.nn.Module()
+    model.__class__ = type("Other", (MODELS[name],), {})
+    return model
+
+
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.reason])
 def test_what_cannot_be_done_is_said_with_the_reason(name: str) -> None:
-    """A class that derives from the one of diffusers is refused as that is."""
-    model = torch.nn.Module()
-    model.__class__ = type(name, (MODELS[name],), {})
+    model = _empty(name)
     with pytest.raises(tomesd.UnsupportedModelError, match=f"{name}: {ROWS[name].reason}"):
         tomesd.apply_patch(model)
 
@@ -91,3 +97,10 @@ def test_a_model_that_is_refused_is_left_as_it_is() -> None:
     with pytest.raises(tomesd.UnsupportedModelError, match=r"Sana.*convolution"):
         tomesd.apply_patch(model)
     assert [type(part) for part in model.modules()] == classes
+
+
+def test_a_controlnet_that_is_refused_keeps_no_other_model_from_merging() -> None:
+    model, controlnet = DITS["zimage"].build(), _empty("ZImageControlNetModel")
+    pipe = SimpleNamespace(components={"controlnet": controlnet, "transformer": model})
+    tomesd.apply_patch(pipe, 0.5)
+    assert patch_of(model) is not None and patch_of(controlnet) is None

@@ -15,8 +15,9 @@ from zoo_dit import DITS, UNIT_TIME, Dit
 import tomesd
 from tomesd.hosts.table import TRANSFORMERS
 
-# The zoo's models are far too small to gain anything, and its times are those of late steps.
-ALWAYS: dict[str, Any] = {"when": "always", "end": 1.0}
+# The zoo's models are far too small to gain anything, its times are those of late steps, and what
+# one call is matched by is to be seen from that call alone.
+ALWAYS: dict[str, Any] = {"when": "always", "end": 1.0, "metric": "input"}
 ROWS = {row.name: row for row in TRANSFORMERS}
 SUPPORTED = {
     name: dit for name, dit in DITS.items() if dit.kind in ROWS and not ROWS[dit.kind].reason
@@ -125,12 +126,16 @@ def texts_swapped(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def at_noise(dit: Dit, inputs: dict[str, Any], noise: float) -> dict[str, Any]:
     """The inputs at a time at which the share `noise` of the way from noise is still to go."""
-    rising = (
-        "ZImageTransformer2DModel", "Lumina2Transformer2DModel", "MochiTransformer3DModel",
-        "Ideogram4Transformer2DModel",
-    )  # fmt: skip
+    timeline = ROWS[dit.kind].timeline
     name = next(name for name in ("timestep", "timesteps", "t") if name in inputs)
     most = 1.0 if dit.kind in UNIT_TIME else 1000.0
-    time = most * (1 - noise if dit.kind in rising else noise)
+    time = most * (1 - noise if timeline is not None and timeline.rises else noise)
     given = inputs[name] > 0  # frames that are given keep their time, 0
     return inputs | {name: torch.where(given, torch.full_like(inputs[name], time), 0)}
+
+
+def at_steps_left(dit: Dit, inputs: dict[str, Any], share: float) -> dict[str, Any]:
+    """The inputs at a time at which a share of the steps is left, for a shift of 3."""
+    timeline = ROWS[dit.kind].timeline
+    flow = timeline is not None and timeline.flow
+    return at_noise(dit, inputs, 3 * share / (1 + 2 * share) if flow else share)

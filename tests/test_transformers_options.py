@@ -15,6 +15,7 @@ from merging_dit import (
     assert_differs,
     assert_rounding,
     at_noise,
+    at_steps_left,
     block_calls,
     patched_model,
     tokens_seen,
@@ -237,9 +238,9 @@ def test_the_late_steps_are_left_alone(name: str) -> None:
     dit = SUPPORTED[name]
     inputs = dit.inputs()
     model = tomesd.apply_patch(dit.build(), 0.5, when="always")
-    for noise, early in ((0.98, True), (0.6, True), (0.4, False), (0.05, False)):
-        now = at_noise(dit, inputs, noise)
-        assert merges(model, dit, now) == early, noise
+    for left, early in ((0.98, True), (0.6, True), (0.4, False), (0.05, False)):
+        now = at_steps_left(dit, inputs, left)
+        assert merges(model, dit, now) == early, left
         if not early:
             assert torch.equal(dit.run(model, now), dit.run(dit.build(), now))
 
@@ -249,8 +250,8 @@ def test_start_and_end(name: str) -> None:
     dit = SUPPORTED[name]
     inputs = dit.inputs()
     model = tomesd.apply_patch(dit.build(), 0.5, when="always", start=0.3, end=0.6)
-    for noise in (0.9, 0.65, 0.45, 0.1):
-        assert merges(model, dit, at_noise(dit, inputs, noise)) == (0.4 <= noise <= 0.7), noise
+    for left in (0.9, 0.65, 0.45, 0.1):
+        assert merges(model, dit, at_steps_left(dit, inputs, left)) == (0.4 <= left <= 0.7), left
     # Who says where it starts says nothing of an end.
     model = tomesd.apply_patch(dit.build(), 0.5, when="always", start=0.3)
     assert merges(model, dit, at_noise(dit, inputs, 0.1))
@@ -290,7 +291,8 @@ def test_tau_on_flow_models(name: str) -> None:
 def test_schedules(dit: Dit, schedule: dict[str, Any], tokens: list[int]) -> None:
     model = tomesd.apply_patch(dit.build(), 0.5, when="always", **schedule)
     inputs = dit.inputs()
-    seen = [seen_by_blocks(model, dit, at_noise(dit, inputs, noise)) for noise in (0.98, 0.5, 0.1)]
+    steps = [at_steps_left(dit, inputs, left) for left in (0.98, 0.5, 0.1)]
+    seen = [seen_by_blocks(model, dit, step) for step in steps]
     assert [min(blocks.values()) for blocks in seen] == tokens
 
 

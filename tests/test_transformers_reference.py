@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from merging_dit import SUPPORTED, assert_rounding, block_calls, input_name, patched_model
+from merging_dit import ALWAYS, SUPPORTED, assert_rounding, block_calls, input_name, patched_model
 from torch import Tensor
 from zoo_dit import Dit, alone
 
@@ -343,9 +343,7 @@ def test_controlnet_residuals_between_blocks_as_by_hand(name: str) -> None:
     plain = dit.run(model, inputs)
     expected = run_by_hand(dit.build(), dit, inputs, hand, residuals)
     assert (expected - plain).std() > 0.02 * plain.std()
-    assert_rounding(
-        dit.run(tomesd.apply_patch(model, 0.5, when="always", end=1.0), inputs), expected
-    )
+    assert_rounding(dit.run(tomesd.apply_patch(model, 0.5, **ALWAYS), inputs), expected)
 
 
 def test_the_hand_would_notice_rows_of_other_tokens() -> None:

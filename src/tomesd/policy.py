@@ -2,8 +2,10 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .cost import Device, find_launcher, merging_pays
@@ -40,6 +42,28 @@ class Layout:
     @property
     def tokens(self) -> int:
         return sum([part.tokens for part in self.parts])
+
+    def tokens_of(self, latent: Any) -> Tensor:
+        """What the model makes tokens of, in their order: `[B, N, C]`.
+
+        Args:
+            latent: `[B, N, C]`, `[B, C, H, W]` or `[B, C, F, H, W]`; or a list of its items.
+                Tokens that are not in it are zeros.
+        """
+        if not isinstance(latent, Tensor):
+            latent = torch.stack(list(latent))
+        if latent.ndim == 3:
+            return latent
+        if latent.ndim == 4:
+            latent = latent.unsqueeze(2)
+        (batch, channels, frames), (t, h, w) = latent.shape[:3], self.grid
+        if self.tokens % (h * w) == 0:  # frames that are given count too
+            t = self.tokens // (h * w)
+        long, high, wide = frames // t, latent.shape[3] // h, latent.shape[4] // w
+        latent = latent[:, :, : t * long, : h * high, : w * wide]
+        patches = latent.reshape(batch, channels, t, long, h, high, w, wide)
+        tokens = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(batch, t * h * w, -1)
+        return F.pad(tokens, (0, 0, 0, self.tokens - t * h * w))
 
 
 @dataclass(frozen=True)

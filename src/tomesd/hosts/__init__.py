@@ -1,7 +1,7 @@
 """Finds the models to patch, and the modules in them, by the tables of the hosts."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -51,16 +51,17 @@ class FoundModel:
             ValueError: an option means nothing on this model.
         """
         if self.row is None:
-            unets.check_options(asked, type(self.module).__name__)
-            return asked.filled(**unets.DEFAULTS)
+            return unets.fill_settings(asked, self.module)
         self.row.check_options(asked)
-        return asked.filled(**transformers.DEFAULTS)
+        unets.check_reuse(asked, self.row.name)
+        metric = "clean" if self.row.flow else "input"
+        return asked.filled(**transformers.DEFAULTS, metric=metric)
 
     def timeline(self, of_scheduler: Timeline) -> Timeline:
         """How its times run: as the table says, or as the scheduler of the pipeline does."""
         known = self.row.timeline if self.row is not None else None
         known = known(self.module) if callable(known) else known
-        return of_scheduler if known is None else known
+        return of_scheduler if known is None else replace(known, shift=of_scheduler.shift)
 
     def sites(self, settings: Settings) -> list[Site]:
         """What to patch, and in which role. A module with two roles appears twice, inner first."""
@@ -71,6 +72,7 @@ class FoundModel:
         if unets.BLOCK in class_names(self.module):
             return list(unets.block_sites(self.module, settings))
         sites = list(unets.stack_sites(self.module, settings))
+        sites += unets.deep_sites(self.module, settings)
         return [*sites, (self.module, unets.root_role(self.module))] if self.rooted else sites
 
     @property

@@ -54,6 +54,7 @@ class Blocks:
     joint: bool = False
     text: Literal["before", "after", "ragged"] = "before"
     along: tuple[Along, ...] = ()
+    other: str = "encoder_hidden_states"
     refused: tuple[str, ...] = ()
     tokens_first: bool = False
     after_with: str = ""
@@ -75,6 +76,7 @@ class Blocks:
             self.joint,
             self.text,
             self.along,
+            self.other,
             self.refused,
             self.tokens_first,
             self.after_with,
@@ -96,6 +98,11 @@ class Transformer:
     """Arguments that add something to all tokens between the blocks, or pass blocks by."""
     reason: str = ""
     """Why tokens cannot be merged in it."""
+
+    @property
+    def flow(self) -> bool:
+        """Whether all models of the class are known to go straight from noise to image."""
+        return isinstance(self.timeline, Timeline) and self.timeline.flow
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -122,7 +129,9 @@ class Transformer:
                 "takes no reference images"
             )
         if settings.metric == "keys":
-            raise ValueError(f"metric='keys': a {self.name} allows 'input', 'mean' or 'previous'")
+            raise ValueError(f"metric='keys': means nothing on a {self.name}")
+        if settings.metric == "clean" and (not self.flow):
+            raise ValueError(f"metric='clean': a {self.name} is no rectified flow")
         if isinstance(settings.protect, str):
             raise ValueError(
                 f"protect={settings.protect!r}: a {self.name} allows a mask [h, w] only"

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..schedule import Timeline
+from ..schedule import Shift, Timeline
 
 __all__ = ["find_timeline"]
 
@@ -16,7 +16,8 @@ def find_timeline(model: Any) -> Timeline:
     if config is not None:
         counts = config.get("timestep_type") != "continuous" and "sigma_data" not in config
         noise = config.get("num_train_timesteps", 1000) - 1.0 if counts else None
-        return Timeline(noise, shares=_shares(getattr(scheduler, "alphas_cumprod", None)))
+        shares = _shares(getattr(scheduler, "alphas_cumprod", None))
+        return Timeline(noise, shares=shares, shift=_shift(config))
     for owner in (model, getattr(model, "model", None)):
         shares = _shares(getattr(owner, "alphas_cumprod", None))  # ldm
         sigmas = getattr(getattr(owner, "model_sampling", None), "sigmas", None)  # ComfyUI
@@ -26,6 +27,15 @@ def find_timeline(model: Any) -> Timeline:
         if shares is not None:
             return Timeline(len(shares) - 1.0, shares=shares)
     return Timeline()
+
+
+def _shift(config: Any) -> Shift:
+    """Of the scheduler of a flow."""
+    if config.get("use_dynamic_shifting") and "base_shift" in config:
+        few, many = config["base_image_seq_len"], config["max_image_seq_len"]
+        return Shift(growth=(few, many, config["base_shift"], config["max_shift"]))
+    factor = config.get("shift", config.get("flow_shift"))
+    return Shift() if factor is None else Shift(float(factor))
 
 
 def _shares(kept: Any) -> tuple[float, ...] | None:

@@ -16,7 +16,13 @@ from .table import TRANSFORMERS
 
 __all__ = ["DEFAULTS", "find_row", "name_all", "sites"]
 
-DEFAULTS: dict[str, Any] = {"target": "stack", "share": "level", "start": 0.0, "end": 0.5}
+DEFAULTS: dict[str, Any] = {
+    "target": "stack",
+    "share": "level",
+    "start": 0.0,
+    "end": 0.5,
+    "reuse_start": 0.5,
+}
 """What options that depend on the kind of model are, unless they are given."""
 
 _BY_NAME = {row.name: row for row in TRANSFORMERS}
@@ -79,7 +85,7 @@ def _block_sites(
 ) -> Iterator[tuple[nn.Module, Role]]:
     tokens = part.tokens(block)
     if settings.whole_blocks:
-        yield block, Member(tokens, first, last)
+        yield block, Member(tokens, first, last, reusable=True)
         return
     if part.attention:
         layer = getattr(block, part.attention)

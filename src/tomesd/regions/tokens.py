@@ -101,6 +101,8 @@ class Tokens:
     """Where the text's tokens are in the sequence of all; ragged: before, as many as the prompt of
     each item has."""
     along: tuple[Along, ...] = ()
+    other: str = "encoder_hidden_states"
+    """Where two streams go in and out: the parameter that takes the second."""
     refused: tuple[str, ...] = ()
     """Arguments that line up with the tokens and cannot be cut."""
     tokens_first: bool = False
@@ -138,12 +140,32 @@ class Tokens:
         """The tokens in what the module gave."""
         return self._turned(output if self.output is None else output[self.output])
 
-    def with_result(self, tokens: Tensor, output: Any) -> Any:
-        """What the module gave, with other tokens."""
+    def take_other(self, args: tuple, kwargs: dict) -> Tensor | None:
+        """The tokens of the second stream, if the module changes those too."""
+        if self.output is None or self.other not in self.names:
+            return None
+        found: Tensor | None = self.get(self.other, args, kwargs)
+        return found
+
+    def result_other(self, output: Any) -> Tensor | None:
+        """The tokens of the second stream in what the module gave."""
+        return None if self.output is None else output[1 - self.output]
+
+    def unchanged(self, args: tuple, kwargs: dict) -> Any:
+        """What the module would give if it did nothing."""
+        tokens = self.take(args, kwargs)
+        return self.with_results(tokens, self.take_other(args, kwargs), (None, None))
+
+    def with_results(self, tokens: Tensor, other: Tensor | None, output: Any) -> Any:
+        """What the module gave, with other tokens in one stream or both."""
         tokens = self._turned(tokens)
         if self.output is None:
             return tokens
-        return (*output[: self.output], tokens, *output[self.output + 1 :])
+        results = list(output)
+        results[self.output] = tokens
+        if other is not None:
+            results[1 - self.output] = other
+        return tuple(results)
 
     def given_refused(self, args: tuple, kwargs: dict) -> str | None:
         """The first argument given that cannot be cut."""

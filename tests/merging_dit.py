@@ -14,6 +14,7 @@ from zoo_dit import DITS, UNIT_TIME, Dit
 
 import tomesd
 from tomesd.hosts.table import TRANSFORMERS
+from tomesd.schedule import Timeline
 
 # The zoo's models are far too small to gain anything, its times are those of late steps, and what
 # one call is matched by is to be seen from that call alone.
@@ -129,13 +130,12 @@ def at_noise(dit: Dit, inputs: dict[str, Any], noise: float) -> dict[str, Any]:
     timeline = ROWS[dit.kind].timeline
     name = next(name for name in ("timestep", "timesteps", "t") if name in inputs)
     most = 1.0 if dit.kind in UNIT_TIME else 1000.0
-    time = most * (1 - noise if timeline is not None and timeline.rises else noise)
+    time = most * (1 - noise if isinstance(timeline, Timeline) and timeline.rises else noise)
     given = inputs[name] > 0  # frames that are given keep their time, 0
     return inputs | {name: torch.where(given, torch.full_like(inputs[name], time), 0)}
 
 
 def at_steps_left(dit: Dit, inputs: dict[str, Any], share: float) -> dict[str, Any]:
     """The inputs at a time at which a share of the steps is left, for a shift of 3."""
-    timeline = ROWS[dit.kind].timeline
-    flow = timeline is not None and timeline.flow
+    flow = ROWS[dit.kind].flow
     return at_noise(dit, inputs, 3 * share / (1 + 2 * share) if flow else share)

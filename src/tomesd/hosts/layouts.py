@@ -5,6 +5,7 @@ Each function takes the model and its arguments, and gives a `Layout`.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -52,12 +53,12 @@ def from_video(module: Any, given: Given) -> Layout:
 def from_frames_first(module: Any, given: Given) -> Layout:
     """Frames come before channels: `[B, F, C, H, W]`."""
     frames, _, h, w = given["hidden_states"].shape[1:]
-    return _patches(module, frames, h, w)
+    return replace(_patches(module, frames, h, w), axes=(0, 2, 1, 3, 4))
 
 
 def from_channels_last(module: Any, given: Given) -> Layout:
     """`[B, F, H, W, C]`."""
-    return _patches(module, *given["hidden_states"].shape[1:4])
+    return replace(_patches(module, *given["hidden_states"].shape[1:4]), axes=(0, 4, 1, 2, 3))
 
 
 def from_frames(module: Any, given: Given) -> Layout:

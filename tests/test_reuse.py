@@ -16,6 +16,7 @@ from merging_dit import (
     assert_differs,
     assert_rounding,
     at_noise,
+    at_steps_left,
     block_calls,
     block_lists,
 )
@@ -273,3 +274,25 @@ def test_models_that_cannot_reuse_say_so() -> None:
     model = LDM_HOSTS[0].build()
     with pytest.raises(ValueError, match="reuse=2: means nothing on a UNetModel"):
         tomesd.apply_patch(model, reuse=2)
+
+
+@pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
+def test_presets_of_transformers_leave_steps_out(preset: Any) -> None:
+    dit = SUPPORTED["flux"]
+    model, inputs = dit.build(), dit.inputs()
+    tomesd.apply_patch(model, preset=preset)
+    ran = []
+    for left in (1.0, 0.9, 0.7, 0.6, 0.4, 0.3, 0.2, 0.1):
+        with block_calls(model) as calls:
+            dit.run(model, at_steps_left(dit, inputs, left))
+        ran.append({block for block, _ in calls} >= inner_blocks(model))
+    assert (
+        ran
+        == {
+            "quality": [True, True, True, True, False, True, False, True],
+            "balanced": [True, True, False, True, False, True, False, True],
+            "fast": [True, True, False, False, True, False, False, True],
+        }[preset]
+    )
+    # An option that is given wins.
+    assert patch_of(tomesd.apply_patch(model, preset=preset, reuse=5)).settings.reuse == 5  # type: ignore[union-attr]

@@ -90,13 +90,14 @@ def apply_patch(
     """
     given = {name: value for name, value in locals().items() if value is not DEFAULT}
     del given["model"], given["preset"]
-    options = {} if preset is None else preset_options(preset)
-    asked = Settings(**{**options, **given})
+    Settings(**given)  # what is wrong with the options alone is said before the model is looked at
     found = find_models(model)
-    patches = [_make_patch(model, part, asked) for part in found]
+    patches = [
+        _make_patch(model, part, Settings(**{**_options(preset, part), **given})) for part in found
+    ]
     sites = [part.sites(patch.settings) for part, patch in zip(found, patches, strict=True)]
     remove_patch(model)
-    asked.warn_if_capped()
+    patches[0].asked.warn_if_capped()
     try:
         for own, patch in zip(sites, patches, strict=True):
             _swap_all(own, patch)
@@ -105,6 +106,10 @@ def apply_patch(
         raise
     _log.info("merging tokens in %s", ", ".join(part.name for part in found))
     return model
+
+
+def _options(preset: Preset | None, part: FoundModel) -> dict[str, Any]:
+    return {} if preset is None else preset_options(preset, part.kind)
 
 
 def _make_patch(model: Any, part: FoundModel, asked: Settings) -> Patch:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -43,6 +43,10 @@ class FoundModel:
     """Of a diffusion transformer: what the table says about it."""
     wrapper: nn.Module | None = None
     """What `torch.compile` made of it. As the root, it reads what no graph can read."""
+
+    @property
+    def kind(self) -> Literal["unet", "transformer"]:
+        return "unet" if self.row is None else "transformer"
 
     def settings(self, asked: Settings) -> Settings:
         """The settings with the defaults of this kind of model where nothing was given.

@@ -13,12 +13,9 @@ from zoo_dit import alone
 
 import tomesd
 from tomesd.patch import patch_of
+from tomesd.regions import Given
 
-FLOWS = {
-    name: dit
-    for name, dit in SUPPORTED.items()
-    if (timeline := ROWS[dit.kind].timeline) is not None and timeline.flow
-}
+FLOWS = {name: dit for name, dit in SUPPORTED.items() if ROWS[dit.kind].flow}
 
 
 def latent_name(inputs: dict[str, Any]) -> str:
@@ -102,3 +99,24 @@ def test_it_is_the_default_of_flows_alone() -> None:
 def test_other_models_refuse_it(model: Any) -> None:
     with pytest.raises(ValueError, match=r"metric='clean': a .* is no rectified flow"):
         tomesd.apply_patch(model(), metric="clean")
+
+
+# Where a pixel or patch is in what a model gets, and which of its tokens has it.
+PIXELS = {
+    "kandinsky5": ((0, 1, 5, 3), 24 + 2 * 4 + 1),
+    "anyflow": ((0, 1, 0, 5, 3), 24 + 2 * 4 + 1),
+    "joyimage_plus": ((0, 11), 11),
+    "bria_fibo2": ((0, 0, 5, 3), 2 * 4 + 1),
+}
+
+
+@pytest.mark.parametrize("name", PIXELS)
+def test_tokens_of_a_latent_are_in_the_order_of_the_blocks(name: str) -> None:
+    dit, (pixel, token) = SUPPORTED[name], PIXELS[name]
+    inputs = dit.inputs()
+    layout = ROWS[dit.kind].layout(dit.build(), Given(("hidden_states",), (), inputs))
+    latent = torch.zeros_like(inputs["hidden_states"])
+    latent[pixel] = 1
+    tokens = layout.tokens_of(latent)
+    assert tokens.shape[1] == layout.tokens
+    assert tokens[0].any(dim=1).nonzero().flatten().tolist() == [token]

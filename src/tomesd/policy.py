@@ -39,6 +39,9 @@ class Layout:
     start: Tensor | None = None
     """Where they begin in a joint sequence, `[B]`, if items differ in that."""
 
+    axes: tuple[int, ...] | None = None
+    """How to turn what the model gets into `[B, C, F, H, W]`, if it is not that."""
+
     @property
     def tokens(self) -> int:
         return sum([part.tokens for part in self.parts])
@@ -52,13 +55,16 @@ class Layout:
         """
         if not isinstance(latent, Tensor):
             latent = torch.stack(list(latent))
-        if latent.ndim == 3:
-            return latent
+        if latent.ndim in (3, 6):  # packed: tokens, or patches [B, N, C, 1, 2, 2]
+            return latent.flatten(2)
+        if self.axes is not None:
+            latent = latent.permute(self.axes)
         if latent.ndim == 4:
             latent = latent.unsqueeze(2)
         (batch, channels, frames), (t, h, w) = latent.shape[:3], self.grid
-        if self.tokens % (h * w) == 0:  # frames that are given count too
-            t = self.tokens // (h * w)
+        made = sum([part.tokens for part in self.parts if not part.reference])
+        if made % (h * w) == 0:  # frames that are given count too
+            t = made // (h * w)
         long, high, wide = frames // t, latent.shape[3] // h, latent.shape[4] // w
         latent = latent[:, :, : t * long, : h * high, : w * wide]
         patches = latent.reshape(batch, channels, t, long, h, high, w, wide)

@@ -58,12 +58,13 @@ class FoundModel:
             return unets.fill_settings(asked, self.module)
         self.row.check_options(asked)
         unets.check_reuse(asked, self.row.name)
-        flow = self.row.timeline is not None and self.row.timeline.flow
-        return asked.filled(**transformers.DEFAULTS, metric="clean" if flow else "input")
+        metric = "clean" if self.row.flow else "input"
+        return asked.filled(**transformers.DEFAULTS, metric=metric)
 
     def timeline(self, of_scheduler: Timeline) -> Timeline:
         """How its times run: as the table says, or as the scheduler of the pipeline does."""
         known = self.row.timeline if self.row is not None else None
+        known = known(self.module) if callable(known) else known
         return of_scheduler if known is None else replace(known, shift=of_scheduler.shift)
 
     def sites(self, settings: Settings) -> list[Site]:
@@ -89,10 +90,16 @@ class FoundModel:
 def find_models(model: Any) -> list[FoundModel]:
     """The models to patch in a pipeline, a model, or a wrapper around one."""
     found: list[FoundModel] = []
+    refused = None
     for name, module in find_modules(model).items():
         known = {id(other.module) for other in found}
-        found += [other for other in _models(name, module) if id(other.module) not in known]
+        try:
+            found += [other for other in _models(name, module) if id(other.module) not in known]
+        except UnsupportedModelError as error:  # beside others, such a ControlNet is left alone
+            refused = error
     if not found:
+        if refused is not None:
+            raise refused
         supported = "; ".join((*unets.NAMES, transformers.name_all()))
         raise UnsupportedModelError(
             f"tomesd found no transformer block it knows in this {type(model).__name__}. "

@@ -126,7 +126,7 @@ class Member(_AnyBlock):
             region = self._open(scope, module, args, kwargs)
             if region is None:
                 return inner(*args, **kwargs)
-            args, kwargs = self.tokens.replaced({self.tokens.input: region.merged}, args, kwargs)
+            args, kwargs = self.tokens.given(region.merged, args, kwargs)
             scope.region = region if self.first and not scope.call.apart else None
         if self._reuses(scope):
             output = self.tokens.unchanged(args, kwargs)
@@ -175,7 +175,7 @@ class Member(_AnyBlock):
             plan = find_plan(scope, module, x, segments)
             along = self.tokens.cut_along(plan, decision, args, kwargs)
             return OpenRegion(plan, x, plan.merge(x), along, scope.place)
-        start = self.tokens.start(x.shape[1], decision)
+        start = self.tokens.start(x.shape[1], decision, args, kwargs)
         plan = find_plan(scope, module, _part(x, start, decision.tokens), segments)
         along = self.tokens.cut_along(plan, decision, args, kwargs)
         plan = plan.placed(start, x.shape[1])

@@ -23,6 +23,7 @@ from .options import named_in, types
 from .report import Report
 from .show import Show
 from .tune import NothingFoundError, Tune
+from .ui import Ui
 
 _COMMANDS: Any = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -33,6 +34,7 @@ _COMMANDS: Any = (
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
+    | Annotated[Ui, tyro.conf.subcommand("ui")]
 )
 
 

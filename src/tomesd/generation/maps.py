@@ -17,7 +17,7 @@ from ..hosts import find_models, find_modules
 from ..patch import patch_of
 from ..plan import MergePlan
 from ..settings import Settings
-from ..state import Scope
+from ..state import Call, Grid, Scope
 from .loading import denoiser
 
 
@@ -40,15 +40,19 @@ class MergeMap:
 
 
 @contextmanager
-def record_maps(model: Any) -> Iterator[list[MergeMap]]:
+def record_maps(model: Any, *, every_block: bool = True) -> Iterator[list[MergeMap]]:
     """Collects the map of every merged block, or run of blocks, inside the `with` block.
 
     Of a batch, it is that of the last item, which is conditional under guidance.
 
     Args:
         model: as in `apply_patch`, and patched.
+        every_block: otherwise, it is the first block on each grid alone. To copy a map, the GPU has
+            to wait: where time is taken, it should not do so at every block.
     """
     maps: list[MergeMap] = []
+    call: Call | None = None  # the last one
+    grids: set[Grid] = set()  # of it that were recorded
     names = {
         id(module): f"{part_name}.{name}"
         for part_name, part in find_modules(model).items()
@@ -56,6 +60,12 @@ def record_maps(model: Any) -> Iterator[list[MergeMap]]:
     }
 
     def record(scope: Scope, block: nn.Module, plan: MergePlan) -> None:
+        nonlocal call, grids
+        if scope.call is not call:
+            call, grids = scope.call, set()
+        if scope.grid in grids and not every_block:
+            return
+        grids.add(scope.grid)
         frames, h, w = scope.grid
         time = scope.call.timestep
         maps.append(

@@ -1,0 +1,109 @@
+"""tomesd ui: the page in the browser."""
+
+import importlib.util
+import ipaddress
+import os
+import tempfile
+import threading
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .. import presets
+from ..generation import LoadError
+from .options import ImageOptions, MergeOptions, ModelOptions
+
+EMBEDDED = ("demo",)
+
+
+@dataclass(frozen=True)
+class Ui:
+    """Open a page in the browser: images with and without merging, and what was merged."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. The default is for this machine alone."""
+    port: int | None = None
+    """Port to listen at. If not given, the first free one from 7860 on."""
+    share: bool = False
+    """Ask Gradio's service for a public link, through which anyone who has it can use the page."""
+    settings: Path | None = None
+    """A settings file to begin with, as tomesd tune writes it."""
+    preset: presets.Preset | None = None
+    """Or settings by name to begin with."""
+    sampling: ImageOptions = field(default_factory=lambda: ImageOptions(steps=20))
+    model: ModelOptions = field(default_factory=ModelOptions)
+
+    def run(self, console: Console) -> None:
+        with tempfile.TemporaryDirectory(prefix="tomesd-") as folder:
+            page = self.serve(console, Path(folder))
+            try:
+                threading.Event().wait()  # for Ctrl-C
+            finally:
+                page.close(verbose=False)
+
+    def serve(self, console: Console, folder: Path) -> Any:
+        """Loads the model and opens the page.
+
+        Args:
+            folder: for the images.
+
+        Returns:
+            The page. It runs until its `close` is called.
+        """
+        if self.model.compile:
+            raise ValueError("compile: each change of the settings would be compiled anew")
+        if importlib.util.find_spec("gradio") is None:
+            raise LoadError("gradio is not installed: pip install 'tomesd[ui]'")
+        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before it is imported
+        from ..ui.job import Request, Studio
+        from ..ui.page import CSS, THEME, build_page
+
+        merge = MergeOptions(settings=self.settings, preset=self.preset).checked()
+        console.print(f"Loading the model ({self.model.model})")
+        studio = Studio(lambda model: replace(self.model, model=model).load(), folder)
+        studio.pipeline(self.model.model)
+        start = Request(
+            self.model.model, "", seed=merge.seed, settings=merge, **asdict(self.sampling)
+        )
+        models = tuple(dict.fromkeys([self.model.model, *EMBEDDED]))
+        page = build_page(studio, models, start, self._model_options())
+        self._warn(console)
+        _, local, public = page.queue(api_open=False).launch(
+            server_name=self.host,
+            server_port=self.port,
+            share=self.share,
+            prevent_thread_lock=True,
+            quiet=True,
+            footer_links=[],
+            ssr_mode=False,
+            theme=THEME,
+            css=CSS,
+        )
+        console.print(f"The page is at {public or local} (Ctrl-C ends it)")
+        return page
+
+    def _model_options(self) -> dict[str, Any]:
+        """Options of the model that are not the defaults, but for its name."""
+        given, defaults = asdict(self.model), asdict(ModelOptions())
+        return {k: v for k, v in given.items() if k != "model" and v != defaults[k]}
+
+    def _warn(self, console: Console) -> None:
+        who = None
+        if self.share:
+            who = "anyone who has the link"
+        elif not _is_loopback(self.host):
+            who = "anyone who can reach this machine"
+        if who is not None:
+            console.print(
+                f"Warning: {who} can make images with this machine, and sees all that are made. "
+                "There is no password."
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,149 @@
+"""The form with every option of `Settings`, made from its fields and their documentation."""
+
+import ast
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import gradio as gr
+
+from ..settings import Settings
+
+__all__ = ["FIRST", "OPTIONS", "Option", "read_form", "shown_values"]
+
+FIRST = ("ratio", "target", "end", "when")
+"""The options that matter most, which are shown first."""
+
+_MANY = (Sequence, Mapping)
+"""What has several values, and is typed."""
+
+_DEFAULT = "default"
+"""How a choice that is None is shown."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of `Settings` in the form."""
+
+    name: str
+    doc: str
+    kind: Literal["switch", "choice", "share", "int", "float", "list"]
+    choices: tuple[str, ...]
+    default: Any
+
+    def component(self, settings: Settings) -> gr.components.Component:
+        about = {"label": self.name, "info": self.doc, "elem_id": f"option-{self.name}"}
+        value = self.shown(getattr(settings, self.name))
+        if self.kind == "switch":
+            return gr.Checkbox(value, **about)
+        if self.kind == "choice":
+            none = [_DEFAULT] if self.default is None else []
+            return gr.Dropdown([*none, *self.choices], value=value, **about)
+        if self.kind == "share":
+            return gr.Slider(0, 1, value, step=0.01, **about)
+        if self.default is None:  # which a component for numbers would show as 0
+            return gr.Textbox(value, placeholder=_DEFAULT, **about)
+        return gr.Number(value, **about)
+
+    def shown(self, value: Any) -> Any:
+        """What the form shows for a value of the option."""
+        if value is None:
+            return _DEFAULT if self.kind == "choice" else ""
+        if isinstance(value, Mapping):
+            return ", ".join(f"{key}: {item:g}" for key, item in value.items())
+        if isinstance(value, list | tuple):
+            return ", ".join(f"{item:g}" for item in value)
+        return value if self.default is not None or isinstance(value, str) else f"{value:g}"
+
+    def read(self, value: Any) -> Any:
+        """The value of the option, as far as what the form shows is one. `Settings` checks it."""
+        if self.kind == "choice":
+            return None if value == _DEFAULT else value
+        if isinstance(value, str):
+            value = (
+                _parse(value) if self.kind == "list" else _number(value) if value.strip() else None
+            )
+        whole = self.kind == "int" and isinstance(value, float) and value.is_integer()
+        return int(value) if whole else value
+
+
+def read_form(values: Mapping[str, Any], **others: Any) -> Settings:
+    """Settings from what the components show, by name.
+
+    Raises:
+        ValueError, TypeError: the option, its value, and what is allowed.
+    """
+    return Settings(**{name: OPTIONS[name].read(value) for name, value in values.items()}, **others)
+
+
+def shown_values(settings: Settings) -> dict[str, Any]:
+    """What the components show for settings, by name."""
+    return {name: option.shown(getattr(settings, name)) for name, option in OPTIONS.items()}
+
+
+def _parse(text: str) -> Any:
+    """`cosine`, `0.5, 0.25` or `1: 0.5, 2: 0.25`; None if it is empty."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        return None
+    if ":" in text:
+        pairs = (part.partition(":") for part in parts)
+        return {_key(key.strip()): _number(value) for key, _, value in pairs}
+    numbers = [_number(part) for part in parts]
+    return text.strip() if any(isinstance(number, str) for number in numbers) else numbers
+
+
+def _key(word: str) -> int | str:
+    return int(word) if word.isdecimal() else word
+
+
+def _number(word: str) -> float | str:
+    """A word that is no number stays a word: the check of the option then names it."""
+    try:
+        return float(word)
+    except ValueError:
+        return word.strip()
+
+
+def _kind_of(type_: Any) -> tuple[Any, tuple[str, ...]]:
+    """Kind of component for a type, and the words to choose from."""
+    union = get_origin(type_) in (Union, UnionType)
+    parts = [part for part in get_args(type_) if part is not NoneType] if union else [type_]
+    origins = [get_origin(part) for part in parts]
+    if any(isinstance(origin, type) and issubclass(origin, _MANY) for origin in origins):
+        return "list", ()
+    words = [get_args(part) for part in parts if get_origin(part) is Literal]
+    if words:
+        return "choice", words[0]
+    plain = {bool: "switch", int: "int", float: "float"}
+    return plain[parts[0]], ()
+
+
+def _docs() -> dict[str, str]:
+    """The documentation of the fields of `Settings`, which only its source has."""
+    body = ast.parse(inspect.getsource(Settings)).body[0].body  # type: ignore[attr-defined]
+    docs = {}
+    for field, after in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            docs[field.target.id] = " ".join(str(after.value.value).split())
+    return docs
+
+
+def _options() -> dict[str, Option]:
+    docs = _docs()
+    options = {}
+    for field in fields(Settings):
+        kind, words = _kind_of(field.type)
+        if kind == "float" and field.default is not None:
+            kind = "share"
+        options[field.name] = Option(field.name, docs[field.name], kind, words, field.default)
+    del options["seed"]  # which is that of the image too
+    return {name: options[name] for name in (*FIRST, *options)}
+
+
+OPTIONS = _options()
+"""Every option but the seed, by name: the first ones first."""

@@ -1,0 +1,226 @@
+"""Makes the same image without and with merging, one job at a time."""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+import tomesd
+
+from ..generation import MergeMap, Sample, draw_map, record_maps, sample, save_image
+from ..generation.loading import denoiser
+from ..generation.progress import OnProgress, silent
+from ..generation.sampling import OnStep
+from ..settings import MergeWarning, Settings
+
+__all__ = ["Request", "Result", "StoppedError", "Studio"]
+
+_KEEP = 24
+"""Results that are kept to look at again."""
+
+
+class StoppedError(Exception):
+    """The user has stopped a job."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to make."""
+
+    model: str
+    prompt: str
+    negative: str = ""
+    seed: int = 0
+    size: tuple[int, int] | None = None
+    """Width and height in pixels. None: the model's own."""
+    steps: int = 20
+    guidance: float = 5.0
+    settings: Settings = field(default_factory=Settings)
+
+    def arguments(self) -> dict[str, Any]:
+        """As `sample` takes them."""
+        return {
+            "negative_prompt": self.negative,
+            "seed": self.seed,
+            "size": self.size,
+            "steps": self.steps,
+            "guidance": self.guidance,
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """An image without and with merging."""
+
+    number: int
+    request: Request
+    unmerged: Sample
+    merged: Sample
+    maps: tuple[MergeMap | None, ...]
+    """What was merged on the finest grid, for each step. None: nothing was."""
+    warnings: tuple[str, ...]
+    reused: bool
+    """Whether the unmerged image is that of the job before."""
+    device: str
+    files: tuple[Path, Path]
+    """The unmerged and the merged image, with how they were made written into them."""
+
+    @property
+    def speedup(self) -> float:
+        return self.unmerged.seconds / self.merged.seconds
+
+    def map_at(self, step: int) -> tuple[Image.Image, str]:
+        """The picture of what was merged at a step, from 1, and a sentence about it."""
+        found, where = self.maps[step - 1], f"Step {step} of {len(self.maps)}"
+        if found is None:
+            return self.merged.image, f"{where}: nothing was merged, all tokens were computed."
+        left, alone = int(found.slot.max()) + 1, int((found.members == 1).sum())
+        words = (
+            f"{where}, timestep {found.timestep:.0f}: {found.slot.size:,} tokens were merged into "
+            f"{left:,}. {alone:,} stayed by themselves and are drawn as they are; the others have "
+            "the colour of their group, and its outline."
+        )
+        return draw_map(found, self.merged.image), words
+
+
+class Studio:
+    """The pipeline that is loaded, and what was made with it."""
+
+    def __init__(self, load: Callable[[str], Any], folder: Path) -> None:
+        """
+        Args:
+            load: makes a pipeline of the name of a model.
+            folder: where images are put.
+        """
+        self._load, self.folder = load, folder
+        self._one_at_a_time = threading.Lock()
+        self._model: str | None = None
+        self._pipe: Any = None
+        self._warm: set[Any] = set()
+        self._unmerged: tuple[Request, Sample] | None = None
+        self._stopped: set[str] = set()
+        self._number = 0
+        self.results: dict[int, Result] = {}
+        """By number, the oldest first."""
+
+    def pipeline(self, model: str) -> Any:
+        """Loads the model, unless it is the one that is loaded."""
+        if model != self._model:
+            self._model = self._pipe = self._unmerged = None  # two may not fit into memory
+            self._warm.clear()
+            self._pipe = self._load(model)
+            self._model = model
+        return self._pipe
+
+    def begin(self, owner: str) -> None:
+        """Forgets that an earlier job of the owner was stopped."""
+        self._stopped.discard(owner)
+
+    def stop(self, owner: str) -> None:
+        """Ends the owner's job after the step that it is at, or before it begins."""
+        self._stopped.add(owner)
+
+    def make(self, request: Request, owner: str = "", on_progress: OnProgress = silent) -> Result:
+        """Makes both images.
+
+        Args:
+            owner: who can stop it.
+
+        Raises:
+            StoppedError: the owner did.
+        """
+        if not request.prompt.strip():
+            raise ValueError("prompt: must not be empty")
+        steps = request.steps
+
+        def report(words: str, done: int) -> None:
+            on_progress(words, done, 2 * steps)
+            if owner in self._stopped:
+                raise StoppedError(f"Stopped. {words} was the last thing done.")
+
+        def on_step(words: str, before: int) -> OnStep:
+            return lambda done: report(f"{words}: step {done} of {steps}", before + done)
+
+        with self._one_at_a_time:
+            report(f"Loading {request.model}", 0)
+            pipe = self.pipeline(request.model)
+            report("Warming up", 0)
+            self._warm_up(pipe, request)
+            unmerged, reused = self._make_unmerged(pipe, request, on_step("Unmerged image", 0))
+            with _noted_warnings() as notes:
+                merged, maps = _make_merged(pipe, request, on_step("Merged image", steps))
+            device = denoiser(pipe).device.type
+            number = self._number = self._number + 1
+            files = self._save(number, request.model, unmerged, merged)
+            words = tuple(notes) or _nothing_merged(maps)
+            made = Result(number, request, unmerged, merged, maps, words, reused, device, files)
+            self.results[number] = made
+            while len(self.results) > _KEEP:
+                del self.results[next(iter(self.results))]
+            return made
+
+    def _warm_up(self, pipe: Any, request: Request) -> None:
+        """The first image of its kind is slow: its time would be no comparison."""
+        arguments = {**request.arguments(), "steps": 1}
+        for settings in (None, request.settings):
+            key = (request.size, settings)
+            if key not in self._warm:
+                with _noted_warnings():
+                    sample(pipe, request.prompt, settings, **arguments)
+                self._warm.add(key)
+
+    def _make_unmerged(self, pipe: Any, request: Request, on_step: OnStep) -> tuple[Sample, bool]:
+        """The unmerged image, and whether it is that of the job before."""
+        same = replace(request, settings=Settings())
+        if self._unmerged is not None and self._unmerged[0] == same:
+            return self._unmerged[1], True
+        made = sample(pipe, request.prompt, on_step=on_step, **request.arguments())
+        self._unmerged = same, made
+        return made, False
+
+    def _save(self, number: int, model: str, unmerged: Sample, merged: Sample) -> tuple[Path, Path]:
+        files = self.folder / f"{number}-unmerged.png", self.folder / f"{number}-merged.png"
+        for path, made in zip(files, (unmerged, merged), strict=True):
+            save_image(made.image, path, {"model": model, **made.metadata})
+        return files
+
+
+def _make_merged(
+    pipe: Any, request: Request, on_step: OnStep
+) -> tuple[Sample, tuple[MergeMap | None, ...]]:
+    """The merged image, and what was merged on the finest grid at each step."""
+    merge = asdict(request.settings)
+    ends = [0]
+
+    def note(done: int) -> None:
+        ends.append(len(maps))
+        on_step(done)
+
+    with tomesd.patched(pipe, **merge), record_maps(pipe, every_block=False) as maps:
+        made = sample(pipe, request.prompt, on_step=note, **request.arguments())
+    steps = (maps[start:end] for start, end in pairwise(ends))
+    finest = tuple(min(step, key=lambda map: map.downsample, default=None) for step in steps)
+    return replace(made, metadata={**made.metadata, "merge": merge}), finest
+
+
+@contextmanager
+def _noted_warnings() -> Iterator[list[str]]:
+    """Yields a list that has what the library warned about when the block has ended."""
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MergeWarning)
+        yield notes
+    words = (str(one.message) for one in caught if issubclass(one.category, MergeWarning))
+    notes += dict.fromkeys(words)
+
+
+def _nothing_merged(maps: tuple[MergeMap | None, ...]) -> tuple[str, ...]:
+    if any(map is not None for map in maps):
+        return ()
+    return ("nothing was merged at any step: the settings leave nothing to merge",)

@@ -1,0 +1,65 @@
+"""What the page says about a result, in words and tables."""
+
+import html
+from typing import Literal
+
+from .job import Result
+from .lines import settings_words
+
+__all__ = ["caption", "note", "numbers", "summary"]
+
+
+def note(words: str, kind: Literal["info", "good", "warning", "error"] = "info") -> str:
+    """A line on the page. An empty one takes no space."""
+    role = "alert" if kind == "error" else "status"
+    return f'<div class="note {kind}" role="{role}">{html.escape(words)}</div>' if words else ""
+
+
+def summary(result: Result) -> str:
+    """The line that says what came out of a job."""
+    if not _merged_steps(result):
+        words = "Nothing was merged, so both images are the same."
+    else:
+        times = f"{result.speedup:.2f} times as fast" if result.speedup >= 1 else "slower"
+        words = f"Merged at {_merged_steps(result)} of {len(result.maps)} steps: {times}."
+    if result.reused:
+        words += " The unmerged image and its numbers are those of the image before."
+    lines = [note(words, "good" if _merged_steps(result) else "info")]
+    return "".join(lines + [note(f"{words}.", "warning") for words in result.warnings])
+
+
+def numbers(result: Result) -> str:
+    """Time, memory and tokens of both images, as a table in Markdown."""
+    unmerged, merged = result.unmerged, result.merged
+    # What a process holds is not what an image needs: on a CPU, it says little.
+    rough = "" if result.device == "cuda" else " (rough)"
+    rows = [
+        ("", "unmerged", "merged"),
+        ("---", "---:", "---:"),
+        ("Image", f"{unmerged.seconds:.2f} s", f"{merged.seconds:.2f} s"),
+        ("Fastest step", f"{unmerged.step_seconds:.3f} s", f"{merged.step_seconds:.3f} s"),
+        (f"Peak memory{rough}", f"{unmerged.peak_mib:.0f} MiB", f"{merged.peak_mib:.0f} MiB"),
+        ("Tokens on the finest merged grid", *_tokens(result)),
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def caption(result: Result) -> str:
+    """Below a picture in the gallery."""
+    request = result.request
+    return f"{result.number}. {request.prompt} ({settings_words(request.settings)})"
+
+
+def _merged_steps(result: Result) -> int:
+    return sum(map is not None for map in result.maps)
+
+
+def _tokens(result: Result) -> tuple[str, str]:
+    merged = [map for map in result.maps if map is not None]
+    if not merged:
+        return "all", "all"
+    left = sorted({int(map.slot.max()) + 1 for map in merged})
+    words = f"{left[0]:,}" if len(left) == 1 else f"{left[0]:,} to {left[-1]:,}"
+    if len(merged) < len(result.maps):
+        words += f" at {len(merged)} of {len(result.maps)} steps"
+    return f"{merged[0].slot.size:,}", words

@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test check browser format clean
 
 setup: $(SETUP)
 
@@ -25,8 +25,14 @@ check: $(SETUP)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/update_docs.py --check
 
+# For the tests of the page. Without one, and where none can be installed, they are skipped.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium; } \
+		|| echo "no chromium: the page is tested without a browser"
+
 # One thread per worker: the models are tiny, and more threads only get in each other's way.
-test: check
+test: check browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 format: $(SETUP)

@@ -69,7 +69,7 @@ class Ui:
         )
         models = tuple(dict.fromkeys([self.model.model, *EMBEDDED]))
         page = build_page(studio, models, start, self._model_options())
-        self._warn(console)
+        self.warn(console)
         _, local, public = page.queue(api_open=False).launch(
             server_name=self.host,
             server_port=self.port,
@@ -89,7 +89,7 @@ class Ui:
         given, defaults = asdict(self.model), asdict(ModelOptions())
         return {k: v for k, v in given.items() if k != "model" and v != defaults[k]}
 
-    def _warn(self, console: Console) -> None:
+    def warn(self, console: Console) -> None:
         who = None
         if self.share:
             who = "anyone who has the link"

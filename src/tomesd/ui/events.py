@@ -1,5 +1,6 @@
 """What happens when something on the page is pressed."""
 
+import json
 import logging
 import tempfile
 from dataclasses import dataclass
@@ -114,9 +115,8 @@ class Events:
         def end() -> Any:
             return gr.Button(interactive=True), gr.Button(interactive=False)
 
-        def halt(request: gr.Request) -> str:
+        def halt(request: gr.Request) -> None:
             studio.stop(str(request.session_hash))
-            return note("Stopping after this step.")
 
         pressed = gr.on(
             [generate.click, self._inputs.image["prompt"].submit],
@@ -133,7 +133,10 @@ class Events:
             api_visibility="private",
         )
         made.then(end, outputs=[generate, stop], **_AT_ONCE)
-        stop.click(halt, outputs=status, **_AT_ONCE)
+        stop.click(halt, **_AT_ONCE)
+        # In the browser: an answer of the server might come after that of the job.
+        stopping = json.dumps(note("Stopping after this step."))
+        stop.click(None, outputs=status, js=f"() => {stopping}", api_visibility="private")
 
     def connect_settings(self, preset: Any, load: Any, save: Any, file: Any, again: Any) -> None:
         """

@@ -79,7 +79,7 @@ class Result:
         """The picture of what was merged at a step, from 1, and a sentence about it."""
         found, where = self.maps[step - 1], f"Step {step} of {len(self.maps)}"
         if found is None:
-            return self.merged.image, f"{where}: nothing was merged, all tokens were computed."
+            return self.merged.image, f"{where}: nothing was merged."
         left, alone = int(found.slot.max()) + 1, int((found.members == 1).sum())
         words = (
             f"{where}, timestep {found.timestep:.0f}: {found.slot.size:,} tokens were merged into "
@@ -223,4 +223,4 @@ def _noted_warnings() -> Iterator[list[str]]:
 def _nothing_merged(maps: tuple[MergeMap | None, ...]) -> tuple[str, ...]:
     if any(map is not None for map in maps):
         return ()
-    return ("nothing was merged at any step: the settings leave nothing to merge",)
+    return ("Nothing was merged at any step: the settings leave nothing to merge",)

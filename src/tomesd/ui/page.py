@@ -14,17 +14,32 @@ from .job import Request, Studio
 
 __all__ = ["CSS", "THEME", "build_page"]
 
-THEME = gr.themes.Default(primary_hue="indigo", spacing_size="md", radius_size="md")
+THEME = gr.themes.Default(primary_hue="indigo", radius_size="md").set(
+    block_info_text_color="*neutral_500"
+)
 
 CSS = """
-.gradio-container { max-width: 1280px !important; margin: 0 auto !important; }
+.gradio-container { width: 100%; max-width: 1280px !important; margin: 0 auto !important;
+  overflow: clip !important; }
 .note { padding: 8px 12px; border-left: 4px solid #94a3b8; border-radius: 4px; margin-bottom: 6px;
   background: var(--background-fill-secondary); overflow-wrap: anywhere; }
 .note.good { border-color: #16a34a; }
 .note.warning { border-color: #d97706; }
 .note.error { border-color: #dc2626; }
+#status { padding: 0 !important; }
+#status:not(:has(.note)) { display: none; }
+#buttons { position: sticky; bottom: 0; z-index: 100; padding: 8px 0;
+  background: var(--body-background-fill); }
 #numbers table { display: table; width: 100%; }
-#numbers td, #numbers th { white-space: normal; }
+#numbers :is(table, thead, tbody, tr) { border-color: var(--border-color-primary) !important; }
+#numbers :is(th, td) { padding: 6px 10px; border: 0;
+  border-bottom: 1px solid var(--border-color-primary); font-family: var(--font); }
+#numbers :is(th, td):not(:first-child) { white-space: nowrap; text-align: right; }
+#map img { max-height: 480px; }
+#gallery :is(.gallery-container, .grid-wrap) { height: auto; min-height: 0 !important; }
+#gallery .grid-container {
+  grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)) !important; }
+#gallery .caption-label { max-width: 100%; white-space: normal; overflow-wrap: anywhere; }
 """
 
 _PROMPTS = (
@@ -50,9 +65,6 @@ def build_page(
         with gr.Row(equal_height=False):
             with gr.Column(scale=4, min_width=320):
                 image = _image_inputs(models, start)
-                with gr.Row():
-                    generate = gr.Button("Generate", variant="primary", elem_id="generate")
-                    stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="stop")
                 gr.Markdown("## Merging")
                 preset = gr.Dropdown(
                     [DEFAULTS, *presets.PRESETS],
@@ -62,12 +74,14 @@ def build_page(
                 )
                 settings = _option_inputs(start.settings)
                 with gr.Row():
-                    load = gr.UploadButton("Load settings", file_types=[".json"], elem_id="load")
-                    save = gr.Button("Save settings", elem_id="save")
+                    load = gr.UploadButton("Load settings", file_types=[".json"], **_small("load"))
+                    save = gr.Button("Save settings", **_small("save"))
                 file = gr.DownloadButton(visible="hidden", elem_id="file")
+                with gr.Row(elem_id="buttons"):
+                    generate = gr.Button("Generate", variant="primary", **_button("generate"))
+                    stop = gr.Button("Stop", variant="stop", interactive=False, **_button("stop"))
             with gr.Column(scale=6, min_width=320):
-                outputs = _outputs()
-                again = gr.Button("Put these settings into the form", size="sm", elem_id="again")
+                outputs, again = _outputs()
         outputs.gallery.render()
         events = Events(studio, Inputs(image, settings), outputs, options)
         events.connect_job(generate, stop)
@@ -118,31 +132,42 @@ def _option_inputs(settings: Settings) -> dict[str, Any]:
     return made
 
 
-def _outputs() -> Outputs:
+def _outputs() -> tuple[Outputs, gr.Button]:
+    """What shows a result, and the button that puts its settings into the form."""
     status = gr.HTML(padding=False, elem_id="status")
     slider = gr.ImageSlider(
-        label="Unmerged | merged", interactive=False, max_height=640, elem_id="slider"
+        label="Unmerged | merged",
+        interactive=False,
+        max_height=640,
+        buttons=["download", "fullscreen"],
+        elem_id="slider",
     )
     with gr.Column(visible=False) as details:
         numbers = gr.Markdown(elem_id="numbers")
         with gr.Accordion("What was merged", elem_id="merged"):
             step = gr.Slider(1, 2, 1, step=1, label="Step", interactive=True, elem_id="step")
-            map = gr.Image(label="Map", interactive=False, height=420, elem_id="map")
+            map = gr.Image(
+                label="Map", interactive=False, buttons=["download", "fullscreen"], elem_id="map"
+            )
             map_words = gr.Markdown(elem_id="map-words")
         with gr.Accordion("Make it again", open=False, elem_id="lines"):
             python = _code("python", "Python")
             command = _code("shell", "Command")
+            again = gr.Button("Put its settings into the form", **_small("again"))
     gallery = gr.Gallery(
         label="Made so far",
         columns=6,
+        height="auto",
         object_fit="contain",
         allow_preview=False,
         interactive=False,
+        fit_columns=False,
+        buttons=[],
         visible=False,
         render=False,
         elem_id="gallery",
     )
-    return Outputs(
+    outputs = Outputs(
         status,
         slider,
         numbers,
@@ -155,6 +180,15 @@ def _outputs() -> Outputs:
         gallery,
         shown=gr.State(0),
     )
+    return outputs, again
+
+
+def _button(name: str) -> dict[str, Any]:
+    return {"elem_id": name, "min_width": 120}
+
+
+def _small(name: str) -> dict[str, Any]:
+    return {**_button(name), "size": "sm"}
 
 
 def _code(language: str, label: str) -> gr.Code:

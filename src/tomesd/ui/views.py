@@ -20,8 +20,8 @@ def summary(result: Result) -> str:
     if not _merged_steps(result):
         words = "Nothing was merged, so both images are the same."
     else:
-        times = f"{result.speedup:.2f} times as fast" if result.speedup >= 1 else "slower"
-        words = f"Merged at {_merged_steps(result)} of {len(result.maps)} steps: {times}."
+        steps = f"{_merged_steps(result)} of {len(result.maps)} steps"
+        words = f"Merged at {steps}: {result.speedup:.2f} times as fast as unmerged, in one run."
     if result.reused:
         words += " The unmerged image and its numbers are those of the image before."
     lines = [note(words, "good" if _merged_steps(result) else "info")]
@@ -46,8 +46,7 @@ def numbers(result: Result) -> str:
 
 def caption(result: Result) -> str:
     """Below a picture in the gallery."""
-    request = result.request
-    return f"{result.number}. {request.prompt} ({settings_words(request.settings)})"
+    return f"{result.number}. {settings_words(result.request.settings)}"
 
 
 def _merged_steps(result: Result) -> int:

@@ -230,7 +230,7 @@ def test_the_command_refuses_and_warns(capsys: pytest.CaptureFixture, monkeypatc
         ([], None),
         (["--host", "localhost"], None),
         (["--host", "::1"], None),
-        (["--host", "0.0.0.0"], "anyone who can reach this machine"),
+        (["--host", "0.0.0.0"], "anyone who can reach this address"),
         (["--share"], "anyone who has the link"),
     ],
 )
@@ -359,6 +359,7 @@ def test_bad_input_is_answered_with_a_sentence(page: Any) -> None:
         ("#option-end textarea", "7", "end=7.0: must be None or a number between 0 and 1"),
         ("#width textarea", "100", "width=100: must be a multiple of"),
         ("#height textarea", "tall", "height=tall: must be a whole number"),
+        ("#guidance textarea", "nan", "guidance=nan: must be a number"),
         ("#steps input", "0", "steps=0: must be at least 1"),
         ("#prompt textarea", " ", "prompt: must not be empty"),
     ):

@@ -5,6 +5,7 @@ import ipaddress
 import os
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,9 @@ class Ui:
     def run(self, console: Console) -> None:
         with tempfile.TemporaryDirectory(prefix="tomesd-") as folder:
             page = self.serve(console, Path(folder))
-            try:
-                threading.Event().wait()  # for Ctrl-C
-            finally:
-                page.close(verbose=False)
+            with suppress(KeyboardInterrupt):  # which is how it ends
+                threading.Event().wait()
+            page.close(verbose=False)
 
     def serve(self, console: Console, folder: Path) -> Any:
         """Loads the model and opens the page.
@@ -56,7 +56,9 @@ class Ui:
             raise ValueError("compile: each change of the settings would be compiled anew")
         if importlib.util.find_spec("gradio") is None:
             raise LoadError("gradio is not installed: pip install 'tomesd[ui]'")
-        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before it is imported
+        # Gradio reads these when it is imported, and when the page is made.
+        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+        os.environ["GRADIO_TEMP_DIR"] = str(folder / "served")
         from ..ui.job import Request, Studio
         from ..ui.page import CSS, THEME, build_page
 
@@ -77,6 +79,7 @@ class Ui:
             prevent_thread_lock=True,
             quiet=True,
             footer_links=[],
+            max_file_size="1mb",  # of settings files
             ssr_mode=False,
             theme=THEME,
             css=CSS,
@@ -94,10 +97,10 @@ class Ui:
         if self.share:
             who = "anyone who has the link"
         elif not _is_loopback(self.host):
-            who = "anyone who can reach this machine"
+            who = "anyone who can reach this address"
         if who is not None:
             console.print(
-                f"Warning: {who} can make images with this machine, and sees all that are made. "
+                f"Warning: {who} can make images on this machine, and sees all that are made. "
                 "There is no password."
             )
 

@@ -17,7 +17,7 @@ from ..hosts import find_models, find_modules
 from ..patch import patch_of
 from ..plan import MergePlan
 from ..settings import Settings
-from ..state import Call, Grid, Scope
+from ..state import Scope
 from .loading import denoiser
 
 
@@ -51,8 +51,8 @@ def record_maps(model: Any, *, every_block: bool = True) -> Iterator[list[MergeM
             to wait: where time is taken, it should not do so at every block.
     """
     maps: list[MergeMap] = []
-    call: Call | None = None  # the last one
-    grids: set[Grid] = set()  # of it that were recorded
+    call: Any = None  # the last one
+    grids: set[Any] = set()  # of it that were recorded
     names = {
         id(module): f"{part_name}.{name}"
         for part_name, part in find_modules(model).items()

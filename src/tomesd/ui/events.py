@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +56,11 @@ class Inputs:
         """
         image = {name: values[component] for name, component in self.image.items()}
         for name in ("seed", "steps", "width", "height"):
-            image[name] = _whole(name, image[name])
-        for name in ("seed", "steps", "guidance"):
+            image[name] = _number(name, image[name], whole=True)
+        for name in ("seed", "steps"):
             if image[name] is None:
-                raise ValueError(f"{name}: must be a number")
+                raise ValueError(f"{name}: must be a whole number")
+        image["guidance"] = _number("guidance", image["guidance"])
         size = image.pop("width"), image.pop("height")
         if None in size and any(size):
             raise ValueError("width, height: give both, or neither for the model's own size")
@@ -267,22 +269,23 @@ class Events:
             return {self._outputs.status: note("There is no image yet.", "error")}
         request = result.request
         width, height = request.size or ("", "")
-        values = {**vars(request), "width": width, "height": height}
+        guidance = "" if request.guidance is None else request.guidance
+        values = {**vars(request), "width": width, "height": height, "guidance": guidance}
         image = {component: values[name] for name, component in self._inputs.image.items()}
         return {**image, **self._inputs.show(request.settings)}
 
 
-def _whole(name: str, value: Any) -> int | None:
+def _number(name: str, value: Any, *, whole: bool = False) -> Any:
     """A number that was typed; None if nothing was."""
-    if value is None or value == "":
+    if value is None or str(value).strip() == "":
         return None
     try:
         number = float(value)
-        if number.is_integer():
-            return int(number)
     except ValueError:
-        pass
-    raise ValueError(f"{name}={value}: must be a whole number")
+        number = math.nan
+    if not math.isfinite(number) or (whole and not number.is_integer()):
+        raise ValueError(f"{name}={value}: must be a {'whole ' if whole else ''}number")
+    return int(number) if whole else number
 
 
 def _middle_merged(result: Result) -> int:

@@ -40,18 +40,20 @@ class Request:
     size: tuple[int, int] | None = None
     """Width and height in pixels. None: the model's own."""
     steps: int = 20
-    guidance: float = 5.0
+    guidance: float | None = None
+    """None: the model's own."""
     settings: Settings = field(default_factory=Settings)
 
     def arguments(self) -> dict[str, Any]:
         """As `sample` takes them."""
-        return {
+        given = {
             "negative_prompt": self.negative,
             "seed": self.seed,
             "size": self.size,
             "steps": self.steps,
             "guidance": self.guidance,
         }
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Result:
             return self.merged.image, f"{where}: nothing was merged."
         left, alone = int(found.slot.max()) + 1, int((found.members == 1).sum())
         words = (
-            f"{where}, timestep {found.timestep:.0f}: {found.slot.size:,} tokens were merged into "
+            f"{where}, timestep {found.timestep:.3g}: {found.slot.size:,} tokens were merged into "
             f"{left:,}. {alone:,} stayed by themselves and are drawn as they are; the others have "
             "the colour of their group, and its outline."
         )

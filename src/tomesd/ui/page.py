@@ -1,7 +1,6 @@
 """What is on the page."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import gradio as gr
@@ -35,7 +34,7 @@ CSS = """
 #numbers :is(th, td) { padding: 6px 10px; border: 0;
   border-bottom: 1px solid var(--border-color-primary); font-family: var(--font); }
 #numbers :is(th, td):not(:first-child) { white-space: nowrap; text-align: right; }
-#map img { max-height: 480px; }
+#map img { width: 100%; max-height: 480px; object-fit: contain; }
 #gallery :is(.gallery-container, .grid-wrap) { height: auto; min-height: 0 !important; }
 #gallery .grid-container {
   grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)) !important; }
@@ -60,7 +59,7 @@ def build_page(
         start: what the form shows at first.
         options: of the model, for the command that makes an image again.
     """
-    with gr.Blocks(title="tomesd", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
+    with gr.Blocks(title="tomesd", analytics_enabled=False) as page:
         gr.Markdown("# tomesd\nThe same image without and with merged tokens.")
         with gr.Row(equal_height=False):
             with gr.Column(scale=4, min_width=320):
@@ -92,12 +91,6 @@ def build_page(
 
 def _image_inputs(models: Sequence[str], start: Request) -> dict[str, Any]:
     """What an image is made of, by field of `Request`; its size as `width` and `height`."""
-    values = asdict(start)
-    width, height = start.size or ("", "")
-
-    def number(name: str, value: Any, **more: Any) -> gr.Number:
-        return gr.Number(value, label=name.capitalize(), elem_id=name, min_width=90, **more)
-
     made: dict[str, Any] = {}
     made["model"] = gr.Dropdown(
         list(models), value=start.model, label="Model", visible=len(models) > 1, elem_id="model"
@@ -107,16 +100,16 @@ def _image_inputs(models: Sequence[str], start: Request) -> dict[str, Any]:
     )
     gr.Examples([[prompt] for prompt in _PROMPTS], made["prompt"], label="For the embedded models")
     made["negative"] = gr.Textbox(start.negative, label="Negative prompt", elem_id="negative")
+    width, height = start.size or (None, None)
     with gr.Row():
-        for name in ("seed", "steps"):
-            made[name] = number(name, values[name])
-        made["guidance"] = number("guidance", start.guidance, step=0.5)
+        for name, value in (("seed", start.seed), ("steps", start.steps)):
+            made[name] = gr.Number(value, label=name.capitalize(), elem_id=name, min_width=90)
     with gr.Row():
-        for name, value in (("width", width), ("height", height)):
+        for name, own in (("width", width), ("height", height), ("guidance", start.guidance)):
             made[name] = gr.Textbox(
-                value,
+                "" if own is None else f"{own:g}",
                 label=name.capitalize(),
-                placeholder="the model's own",
+                placeholder="auto",
                 min_width=90,
                 elem_id=name,
             )

@@ -24,7 +24,8 @@ def summary(result: Result) -> str:
         words = f"Merged at {steps}: {result.speedup:.2f} times as fast as unmerged, in one run."
     if result.reused:
         words += " The unmerged image and its numbers are those of the image before."
-    lines = [note(words, "good" if _merged_steps(result) else "info")]
+    good = _merged_steps(result) > 0 and result.speedup > 1
+    lines = [note(words, "good" if good else "info")]
     return "".join(lines + [note(f"{words}.", "warning") for words in result.warnings])
 
 

@@ -77,6 +77,11 @@ class Result:
     def speedup(self) -> float:
         return self.unmerged.seconds / self.merged.seconds
 
+    @property
+    def alike(self) -> bool:
+        """Whether both images are the same to the last bit."""
+        return self.unmerged.image.tobytes() == self.merged.image.tobytes()
+
     def map_at(self, step: int) -> tuple[Image.Image, str]:
         """The picture of what was merged at a step, from 1, and a sentence about it."""
         found, where = self.maps[step - 1], f"Step {step} of {len(self.maps)}"

@@ -17,15 +17,14 @@ def note(words: str, kind: Literal["info", "good", "warning", "error"] = "info")
 
 def summary(result: Result) -> str:
     """The line that says what came out of a job."""
-    if not _merged_steps(result):
-        words = "Nothing was merged, so both images are the same."
+    if result.alike:
+        words = "Both images are the same."
     else:
         steps = f"{_merged_steps(result)} of {len(result.maps)} steps"
         words = f"Merged at {steps}: {result.speedup:.2f} times as fast as unmerged, in one run."
     if result.reused:
         words += " The unmerged image and its numbers are those of the image before."
-    good = _merged_steps(result) > 0 and result.speedup > 1
-    lines = [note(words, "good" if good else "info")]
+    lines = [note(words, "info" if result.alike or result.speedup < 1 else "good")]
     return "".join(lines + [note(f"{words}.", "warning") for words in result.warnings])
 
 

@@ -44,6 +44,7 @@ SETTINGS = [
     Settings(use_rand=False, window=0, sx=3, share="steps", refresh=2, when="always"),
     Settings(schedule="cosine", ratio_end=0.1, end=0.75, protect="guidance"),
     Settings(schedule=[0.5, 0.25, 0.0], level_ratios={1: 0.5, 2: 0.25}, max_downsample=2),
+    Settings(schedule=[("grid", 0.75), 0.5], reuse=2, reuse_start=0.25, extrapolate=True),
     Settings(depth=(0.25, 0.75), target="stack", start=0.1, tau=0.9),
     Settings(kind_ratios={"attn": 0.5, "mlp": 0.25}, merge_mlp=True),
 ]
@@ -122,13 +123,20 @@ def test_maps_have_the_tokens_of_each_step(studio: Studio) -> None:
     assert f"| {side * side} | {side * side // 2} at 2 of 4 steps |" in numbers(made)
 
 
+def test_steps_that_leave_a_part_out_are_named(studio: Studio) -> None:
+    made = studio.make(request(settings=replace(ALWAYS, reuse=2), steps=4))
+    assert made.left_out == (False, True, False, True)
+    assert ["did not run" in made.map_at(step)[1] for step in range(1, 5)] == [*made.left_out]
+    assert "a part of the model left out at 2" in summary(made)
+
+
 def test_why_nothing_was_merged_is_said(studio: Studio) -> None:
     made = studio.make(request(settings=Settings(ratio=0.05, selector="kmeans"), size=(64, 64)))
     assert same(made.unmerged.image, made.merged.image)
-    assert "Both images are the same." in summary(made)
+    assert "Merged at 0 of 2 steps: both images are the same." in summary(made)
     assert "longer than merging saves" in summary(made)
     between = studio.make(request(settings=replace(ALWAYS, start=0.2, end=0.3)))
-    assert "Nothing was merged at any step" in summary(between)
+    assert "Merged at 0 of 2 steps: both images are the same." in summary(between)
     capped = studio.make(request(settings=replace(ALWAYS, ratio=0.9)))
     assert "merging at the cap" in summary(capped)
 
@@ -207,6 +215,7 @@ def test_forms_and_lines_give_the_settings_back(settings: Settings) -> None:
         ({"end": "late"}, "end='late': must be None or a number between 0 and 1"),
         ({"depth": "0.5"}, "depth=[0.5]: must be None or two numbers"),
         ({"level_ratios": "1: much"}, "level_ratios={1: 'much'}: must be None or a dict"),
+        ({"schedule": "0.5, grid: much"}, "schedule=[0.5, ('grid', 'much')]: must be None or"),
         ({"schedule": "fast"}, "schedule='fast': must be None or 'linear', 'cosine'"),
     ],
 )

@@ -54,3 +54,8 @@ class Steps(threading.local):
         if not reuses:
             self.ran[self.nth] = self.number
         return Moment(self.nth, reuses, last is None)
+
+    @property
+    def reused(self) -> bool:
+        """Whether the last step left regions out."""
+        return bool(self.ran) and self.number not in self.ran.values()

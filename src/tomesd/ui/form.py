@@ -17,9 +17,6 @@ __all__ = ["FIRST", "OPTIONS", "Option", "read_form", "shown_values"]
 FIRST = ("ratio", "target", "end", "when")
 """The options that matter most, which are shown first."""
 
-_MANY = (Sequence, Mapping)
-"""What has several values, and is typed."""
-
 _DEFAULT = "default"
 """How a choice that is None is shown."""
 
@@ -30,7 +27,7 @@ class Option:
 
     name: str
     doc: str
-    kind: Literal["switch", "choice", "share", "int", "float", "list"]
+    kind: Literal["switch", "choice", "share", "int", "float", "list", "map"]
     choices: tuple[str, ...]
     default: Any
 
@@ -55,7 +52,7 @@ class Option:
         if isinstance(value, Mapping):
             return ", ".join(f"{key}: {item:g}" for key, item in value.items())
         if isinstance(value, list | tuple):
-            return ", ".join(f"{item:g}" for item in value)
+            return ", ".join(_shown_item(item) for item in value)
         return value if self.default is not None or isinstance(value, str) else f"{value:g}"
 
     def read(self, value: Any) -> Any:
@@ -63,9 +60,7 @@ class Option:
         if self.kind == "choice":
             return None if value == _DEFAULT else value
         if isinstance(value, str):
-            value = (
-                _parse(value) if self.kind == "list" else _number(value) if value.strip() else None
-            )
+            value = _READ.get(self.kind, _number)(value) if value.strip() else None
         whole = self.kind == "int" and isinstance(value, float) and value.is_integer()
         return int(value) if whole else value
 
@@ -84,16 +79,21 @@ def shown_values(settings: Settings) -> dict[str, Any]:
     return {name: option.shown(getattr(settings, name)) for name, option in OPTIONS.items()}
 
 
-def _parse(text: str) -> Any:
-    """`cosine`, `0.5, 0.25` or `1: 0.5, 2: 0.25`; None if it is empty."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
-        return None
-    if ":" in text:
-        pairs = (part.partition(":") for part in parts)
-        return {_key(key.strip()): _number(value) for key, _, value in pairs}
-    numbers = [_number(part) for part in parts]
-    return text.strip() if any(isinstance(number, str) for number in numbers) else numbers
+def _shown_item(item: Any) -> str:
+    return f"{item[0]}: {item[1]:g}" if isinstance(item, list | tuple) else f"{item:g}"
+
+
+def _read_list(text: str) -> Any:
+    """`cosine`, or `0.5, 0.25`, or `grid: 0.75, 0.5`."""
+    pairs = [part.rpartition(":") for part in text.split(",")]
+    items = [(name.strip(), _number(item)) if name else _number(item) for name, _, item in pairs]
+    return text.strip() if any(isinstance(item, str) for item in items) else items
+
+
+def _read_map(text: str) -> dict[int | str, float | str]:
+    """`1: 0.5, 2: 0.25`."""
+    pairs = (part.partition(":") for part in text.split(","))
+    return {_key(key.strip()): _number(value) for key, _, value in pairs}
 
 
 def _key(word: str) -> int | str:
@@ -108,13 +108,17 @@ def _number(word: str) -> float | str:
         return word.strip()
 
 
+_READ = {"list": _read_list, "map": _read_map}
+
+
 def _kind_of(type_: Any) -> tuple[Any, tuple[str, ...]]:
     """Kind of component for a type, and the words to choose from."""
     union = get_origin(type_) in (Union, UnionType)
     parts = [part for part in get_args(type_) if part is not NoneType] if union else [type_]
-    origins = [get_origin(part) for part in parts]
-    if any(isinstance(origin, type) and issubclass(origin, _MANY) for origin in origins):
-        return "list", ()
+    origins = [origin for part in parts if isinstance(origin := get_origin(part), type)]
+    for kind, many in (("list", Sequence), ("map", Mapping)):
+        if any(issubclass(origin, many) for origin in origins):
+            return kind, ()
     words = [get_args(part) for part in parts if get_origin(part) is Literal]
     if words:
         return "choice", words[0]

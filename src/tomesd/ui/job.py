@@ -17,6 +17,7 @@ from ..generation import MergeMap, Sample, draw_map, record_maps, sample, save_i
 from ..generation.loading import denoiser
 from ..generation.progress import OnProgress, silent
 from ..generation.sampling import OnStep
+from ..patch import patch_of
 from ..settings import MergeWarning, Settings
 
 __all__ = ["Request", "Result", "StoppedError", "Studio"]
@@ -66,6 +67,8 @@ class Result:
     merged: Sample
     maps: tuple[MergeMap | None, ...]
     """What was merged on the finest grid, for each step. None: nothing was."""
+    left_out: tuple[bool, ...]
+    """Whether a step used what a part of the model gave before, instead of running it."""
     warnings: tuple[str, ...]
     reused: bool
     """Whether the unmerged image is that of the job before."""
@@ -84,16 +87,19 @@ class Result:
 
     def map_at(self, step: int) -> tuple[Image.Image, str]:
         """The picture of what was merged at a step, from 1, and a sentence about it."""
-        found, where = self.maps[step - 1], f"Step {step} of {len(self.maps)}"
+        found, words = self.maps[step - 1], f"Step {step} of {len(self.maps)}: "
         if found is None:
-            return self.merged.image, f"{where}: nothing was merged."
-        left, alone = int(found.slot.max()) + 1, int((found.members == 1).sum())
-        words = (
-            f"{where}, timestep {found.timestep:.3g}: {found.slot.size:,} tokens were merged into "
-            f"{left:,}. {alone:,} stayed by themselves and are drawn as they are; the others have "
-            "the colour of their group, and its outline."
-        )
-        return draw_map(found, self.merged.image), words
+            words += "nothing was merged."
+        else:
+            words += (
+                f"{found.slot.size:,} tokens were merged into {int(found.slot.max()) + 1:,}. "
+                f"{int((found.members == 1).sum()):,} stayed by themselves and are drawn as they "
+                "are; the others have the colour of their group, and its outline."
+            )
+        if self.left_out[step - 1]:
+            words += " A part of the model did not run: what it gave before was used again."
+        picture = self.merged.image if found is None else draw_map(found, self.merged.image)
+        return picture, words
 
 
 class Studio:
@@ -161,12 +167,20 @@ class Studio:
             self._warm_up(pipe, request)
             unmerged, reused = self._make_unmerged(pipe, request, on_step("Unmerged image", 0))
             with _noted_warnings() as notes:
-                merged, maps = _make_merged(pipe, request, on_step("Merged image", steps))
-            device = denoiser(pipe).device.type
+                merged, maps, left_out = _make_merged(pipe, request, on_step("Merged image", steps))
             number = self._number = self._number + 1
-            files = self._save(number, request.model, unmerged, merged)
-            words = tuple(notes) or _nothing_merged(maps)
-            made = Result(number, request, unmerged, merged, maps, words, reused, device, files)
+            made = Result(
+                number,
+                request,
+                unmerged,
+                merged,
+                maps,
+                left_out,
+                tuple(notes),
+                reused,
+                denoiser(pipe).device.type,
+                self._save(number, request.model, unmerged, merged),
+            )
             self.results[number] = made
             while len(self.results) > _KEEP:
                 del self.results[next(iter(self.results))]
@@ -200,20 +214,25 @@ class Studio:
 
 def _make_merged(
     pipe: Any, request: Request, on_step: OnStep
-) -> tuple[Sample, tuple[MergeMap | None, ...]]:
-    """The merged image, and what was merged on the finest grid at each step."""
+) -> tuple[Sample, tuple[MergeMap | None, ...], tuple[bool, ...]]:
+    """The merged image; and for each step, what was merged on the finest grid, and whether a part
+    of the model was left out."""
     merge = asdict(request.settings)
     ends = [0]
+    left_out: list[bool] = []
 
     def note(done: int) -> None:
+        patch = patch_of(denoiser(pipe))
         ends.append(len(maps))
+        left_out.append(patch is not None and patch.steps.reused)
         on_step(done)
 
     with tomesd.patched(pipe, **merge), record_maps(pipe, every_block=False) as maps:
         made = sample(pipe, request.prompt, on_step=note, **request.arguments())
     steps = (maps[start:end] for start, end in pairwise(ends))
     finest = tuple(min(step, key=lambda map: map.downsample, default=None) for step in steps)
-    return replace(made, metadata={**made.metadata, "merge": merge}), finest
+    made = replace(made, metadata={**made.metadata, "merge": merge})
+    return made, finest, tuple(left_out)
 
 
 @contextmanager
@@ -225,9 +244,3 @@ def _noted_warnings() -> Iterator[list[str]]:
         yield notes
     words = (str(one.message) for one in caught if issubclass(one.category, MergeWarning))
     notes += dict.fromkeys(words)
-
-
-def _nothing_merged(maps: tuple[MergeMap | None, ...]) -> tuple[str, ...]:
-    if any(map is not None for map in maps):
-        return ()
-    return ("Nothing was merged at any step: the settings leave nothing to merge",)

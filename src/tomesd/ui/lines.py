@@ -41,4 +41,5 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
         value = [part for pair in value.items() for part in pair]
     values = value if isinstance(value, list | tuple) else [value]
-    return [f"--{option}", *map(str, values)]
+    pairs = (":".join(map(str, v)) if isinstance(v, list | tuple) else str(v) for v in values)
+    return [f"--{option}", *pairs]

@@ -17,11 +17,13 @@ def note(words: str, kind: Literal["info", "good", "warning", "error"] = "info")
 
 def summary(result: Result) -> str:
     """The line that says what came out of a job."""
+    steps, merged, left_out = len(result.maps), _merged_steps(result), sum(result.left_out)
+    words = f"Merged at {merged} of {steps} steps"
+    words += f", and a part of the model left out at {left_out}" if left_out else ""
     if result.alike:
-        words = "Both images are the same."
+        words += ": both images are the same."
     else:
-        steps = f"{_merged_steps(result)} of {len(result.maps)} steps"
-        words = f"Merged at {steps}: {result.speedup:.2f} times as fast as unmerged, in one run."
+        words += f": {result.speedup:.2f} times as fast as unmerged, in one run."
     if result.reused:
         words += " The unmerged image and its numbers are those of the image before."
     lines = [note(words, "info" if result.alike or result.speedup < 1 else "good")]

@@ -11,8 +11,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pipelines_dit
 import pytest
 from PIL import Image, ImageChops
 from rich.console import Console
@@ -23,6 +25,7 @@ from tomesd import presets
 from tomesd.cli.run import parse, run
 from tomesd.generation import sample
 from tomesd.settings import Settings
+from tomesd.ui.events import Events, Inputs
 from tomesd.ui.form import FIRST, OPTIONS, read_form, shown_values
 from tomesd.ui.job import Request, StoppedError, Studio
 from tomesd.ui.lines import command_line, python_line
@@ -159,6 +162,16 @@ def test_a_stopped_job_leaves_the_model_unpatched(tmp_path: Path) -> None:
     assert same(sample(pipe, "a cat", size=(128, 128), steps=1).image, plain.image)
     studio.begin("me")
     assert studio.make(asked, "me").reused
+
+
+def test_presets_are_those_of_the_kind_of_model(tmp_path: Path) -> None:
+    pipes = {"unet": make_sd_pipeline, "transformer": lambda: pipelines_dit.flux()[0]}
+    studio = Studio(lambda name: pipes[name](), tmp_path)
+    inputs = Inputs({"model": "model"}, {name: name for name in OPTIONS})
+    events = Events(studio, inputs, SimpleNamespace(status="status"), {})
+    for kind in pipes:
+        expected = Settings(**presets.preset("fast", kind))
+        assert events.begin_with("fast", kind) == shown_values(expected)
 
 
 def test_jobs_take_turns(studio: Studio) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from .. import presets
 from ..generation import LoadError
+from ..settings import Settings
 from .options import ImageOptions, MergeOptions, ModelOptions
 
 EMBEDDED = ("demo",)
@@ -65,7 +66,9 @@ class Ui:
         merge = MergeOptions(settings=self.settings, preset=self.preset).checked()
         console.print(f"Loading the model ({self.model.model})")
         studio = Studio(lambda model: replace(self.model, model=model).load(), folder)
-        studio.pipeline(self.model.model)
+        kind = studio.kind(self.model.model)
+        if self.preset is not None:
+            merge = Settings(**presets.preset(self.preset, kind))
         start = Request(
             self.model.model, "", seed=merge.seed, settings=merge, **asdict(self.sampling)
         )

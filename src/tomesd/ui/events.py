@@ -147,7 +147,9 @@ class Events:
         """
         inputs, status = self._inputs, self._outputs.status
         form = [*inputs.options.values(), inputs.image["seed"]]
-        preset.input(self._begin_with, preset, form, **_AT_ONCE)
+        model = inputs.image["model"]
+        preset.input(self.begin_with, [preset, model], [*form, status], **_AT_ONCE)
+        model.input(self._follow, [preset, model], [*form, status], **_AT_ONCE)
         load.upload(self._load, load, [*form, status], **_AT_ONCE)
 
         def write(values: dict[Any, Any]) -> tuple[str | None, str]:
@@ -241,8 +243,19 @@ class Events:
             return None, "This image is no longer kept."
         return result.map_at(min(max(int(step), 1), len(result.maps)))
 
-    def _begin_with(self, name: str) -> dict[Any, Any]:
-        return self._inputs.show(Settings(**({} if name == DEFAULTS else presets.preset(name))))
+    def begin_with(self, name: str, model: str) -> dict[Any, Any]:
+        """The options of a preset, or the defaults, for the form."""
+        if name == DEFAULTS:
+            return self._inputs.show(Settings())
+        try:
+            kind = self._studio.kind(model)
+        except Exception as error:
+            return {self._outputs.status: note(_sentence(error), "error")}
+        return self._inputs.show(Settings(**presets.preset(name, kind)))
+
+    def _follow(self, name: str, model: str) -> dict[Any, Any]:
+        """A preset means something else on another kind of model."""
+        return self.begin_with(name, model) if name != DEFAULTS else {self._outputs.status: ""}
 
     def _load(self, path: str) -> dict[Any, Any]:
         try:

@@ -17,7 +17,9 @@ from ..generation import MergeMap, Sample, draw_map, record_maps, sample, save_i
 from ..generation.loading import denoiser
 from ..generation.progress import OnProgress, silent
 from ..generation.sampling import OnStep
+from ..hosts import find_models
 from ..patch import patch_of
+from ..presets import Kind
 from ..settings import MergeWarning, Settings
 
 __all__ = ["Request", "Result", "StoppedError", "Studio"]
@@ -115,6 +117,7 @@ class Studio:
         self._one_at_a_time = threading.Lock()
         self._model: str | None = None
         self._pipe: Any = None
+        self._kinds: dict[str, Kind] = {}
         self._warm: set[Any] = set()
         self._unmerged: tuple[Request, Sample] | None = None
         self._stopped: set[str] = set()
@@ -128,8 +131,16 @@ class Studio:
             self._model = self._pipe = self._unmerged = None  # two may not fit into memory
             self._warm.clear()
             self._pipe = self._load(model)
+            self._kinds[model] = find_models(self._pipe)[0].kind
             self._model = model
         return self._pipe
+
+    def kind(self, model: str) -> Kind:
+        """What kind of model it is. One that has never been loaded is, after the jobs before."""
+        if model not in self._kinds:
+            with self._one_at_a_time:
+                self.pipeline(model)
+        return self._kinds[model]
 
     def begin(self, owner: str) -> None:
         """Forgets that an earlier job of the owner was stopped."""

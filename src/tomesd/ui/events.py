@@ -197,7 +197,7 @@ class Events:
 
     def _show(self, result: Result) -> dict[Any, Any]:
         outputs, request = self._outputs, result.request
-        middle = _middle_merged(result)
+        middle = _middle_step(result)
         picture, words = result.map_at(middle)
         options = {
             "negative": request.negative or None,
@@ -301,10 +301,11 @@ def _number(name: str, value: Any, *, whole: bool = False) -> Any:
     return int(number) if whole else number
 
 
-def _middle_merged(result: Result) -> int:
-    """The step in the middle of those at which something was merged, from 1."""
-    merged = [step for step, map in enumerate(result.maps, start=1) if map is not None]
-    return merged[len(merged) // 2] if merged else 1
+def _middle_step(result: Result) -> int:
+    """The step in the middle of those at which something was merged or left out, from 1."""
+    done = [map is not None or out for map, out in zip(result.maps, result.left_out, strict=True)]
+    steps = [step for step, any_of_it in enumerate(done, start=1) if any_of_it]
+    return steps[len(steps) // 2] if steps else 1
 
 
 def _sentence(error: Exception) -> str:

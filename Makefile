@@ -16,7 +16,7 @@ $(SETUP): pyproject.toml demo_model/pyproject.toml requirements/constraints.txt 
 	touch $@
 
 demo: $(SETUP)
-	$(BIN)/tomesd demo
+	$(BIN)/tomesd demo --overwrite
 
 check: $(SETUP)
 	$(BIN)/ruff check .

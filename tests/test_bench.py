@@ -239,6 +239,27 @@ def test_measuring_stops_when_the_result_is_known_or_the_time_is_over() -> None:
     assert len(noisy["a"].seconds) == 6
 
 
+def test_progress_only_grows_and_ends_at_the_end() -> None:
+    shares: list[float] = []
+    noise = iter(range(1, 10**6))
+    timers = {name: lambda count: next(noise) % 7 for name in ("a", "b")}
+    take_turns(timers, Effort(seconds=0, min_repeats=5), on_repeat=shares.append)
+    assert shares == sorted(shares)
+    assert shares[0] == 0.2 and shares[-1] == 1
+    seen: list[float] = []
+    case = Case("sd15", 64, 64, (Contender("unpatched"), Contender("tomesd", ALWAYS)))
+    calls: list[float] = []
+    measure_case(
+        load_subject("sd15", device="cpu"),
+        case,
+        QUICK,
+        on_progress=lambda case, share: seen.append(share),
+        on_first=lambda case, seconds: calls.append(seconds),
+    )
+    assert seen == sorted(seen) and seen[0] > 0 and seen[-1] <= 1
+    assert len(calls) == 1 and calls[0] > 0
+
+
 def test_median_and_spread() -> None:
     timing = Timing(seconds=[5.0, 1.0, 2.0, 3.0, 4.0])
     assert timing.median == 3.0
@@ -332,7 +353,6 @@ def test_rows_are_complete(name: str, what: str, original: str, tmp_path: Path) 
 
 
 def test_running_out_of_memory_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
-    # More than a process can address: the allocator itself refuses.
     huge = Case("sd15", 2**25, 2**25, (Contender("unpatched"), Contender("tomesd", ALWAYS)))
     small = Case("sd15", 128, 128, huge.contenders)
     file = RowFile(tmp_path / "rows.jsonl", CPU)
@@ -382,7 +402,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, monkeypat
     cases = [Case("sd15", side, side, variants) for side in (64, 128, 192)]
     seen = []
 
-    def interrupt(case: Case) -> None:
+    def interrupt(case: Case, share: float) -> None:
         seen.append(case)
         if case.height == 128:
             raise KeyboardInterrupt
@@ -396,7 +416,7 @@ def test_an_interrupted_run_keeps_its_rows_and_goes_on(tmp_path: Path, monkeypat
 
     again = RowFile(path, CPU, resume=True)
     seen.clear()
-    rows = run_cases(cases, again, QUICK, on_progress=seen.append)
+    rows = run_cases(cases, again, QUICK, on_progress=lambda case, share: seen.append(case))
     assert {case.height for case in seen} == {128, 192}
     assert read_rows(path) == rows
     assert rows[:2] == first
@@ -479,6 +499,7 @@ def bench(*words: str) -> None:
 
 def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str) -> None:
     words = ["--sizes", "128x64", "--ratios", "0.5", "--when", "always", "--seconds", "0"]
+    words.append("--bound")
     bench(*words, "--device", "cpu", "--original", original, "--out", str(tmp_path))
     rows = read_rows(tmp_path / "rows.jsonl")
     assert [row["variant"] for row in rows] == ["unpatched", "tomesd", "original", "free"]
@@ -502,7 +523,7 @@ def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--sizes", "100"], "sizes='100'"),
+        (["--sizes", "100"], "width=100"),
         (["--sizes", "512x"], "sizes='512x'"),
         (["--images", "0"], "images=0"),
         (["--ratios", "0.5", "1.5"], "ratio=1.5"),
@@ -520,7 +541,7 @@ def test_what_is_wrong_is_said(words: list[str], message: str, tmp_path: Path) -
 
 
 def test_settings_with_lists_and_tables_are_measured(tmp_path: Path) -> None:
-    words = ["--sizes", "64", "--ratios", "0.5", "--seconds", "0", "--device", "cpu", "--no-bound"]
+    words = ["--sizes", "64", "--ratios", "0.5", "--seconds", "0", "--device", "cpu"]
     words += ["--level-ratios", "1", "0.5", "2", "0.25", "--schedule", "0.5", "0.25"]
     bench(*words, "--when", "always", "--out", str(tmp_path))
     _, ours = read_rows(tmp_path / "rows.jsonl")

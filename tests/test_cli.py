@@ -1,19 +1,24 @@
 """The commands as a user meets them: what they write, and how they refuse."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from zoo_diffusers import make_sd_pipeline
 
 import tomesd
-from tomesd.cli.run import run
-from tomesd.generation import load_pipeline, record_maps, sample, save_image
+from tomesd.cli.progress import about
+from tomesd.cli.run import parse, run
+from tomesd.generation import MergeMap, draw_map, load_pipeline, record_maps, sample, save_image
+from tomesd.generation.sampling import Batch, Sampling, estimate_seconds
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +178,207 @@ def test_nothing_is_said_when_nobody_reads_on() -> None:
     out = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
     os.close(pipe)
     assert (out.returncode, out.stderr) == (1, "")
+
+
+# An option that is given wins over a preset, also where it is the default
+
+COMMANDS = ("describe", "generate", "show", "tune", "demo", "bench", "eval")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_given_wins_over_a_preset_in_every_command(command: str) -> None:
+    several = command in ("demo", "bench", "eval")
+    given = parse([command, "--preset", "balanced", "--ratios" if several else "--ratio", "0.5"])
+    preset = parse([command, "--preset", "balanced"])
+    merges = [one.merge.each()[0] if several else one.merge.checked() for one in (given, preset)]
+    assert [merge.ratio for merge in merges] == [0.5, 0.75]
+    assert [merge.window for merge in merges] == [8, 8]
+    if several:  # what a newcomer types is understood
+        assert [m.ratio for m in parse([command, "--ratio", "0.3"]).merge.each()] == [0.3]
+        assert [m.ratio for m in parse([command]).merge.each()] == [0.25, 0.5, 0.75]
+
+
+def test_describe_says_the_ratio_that_was_given(model: str, capsys) -> None:
+    words = ["describe", "--model", model, "--preset", "balanced", "--ratio", "0.5"]
+    assert run([*words, "--when", "always", "--size", "128"]) == 0
+    assert "at ratio 0.5" in capsys.readouterr().out
+
+
+# What is there stays there
+
+
+def test_images_of_one_name_are_numbered(model: str, tmp_path: Path) -> None:
+    words = ["generate", "--prompt", "a cat", "A cat!", *small(model, tmp_path)]
+    assert run(words) == 0
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(first) == {"a-cat-0.png", "a-cat-0-2.png"}
+    assert run([*words, "--ratio", "0.7"]) == 0
+    assert len(list(tmp_path.iterdir())) == 4
+    assert all((tmp_path / name).read_bytes() == data for name, data in first.items())
+    assert run([*words, "--steps", "1", "--overwrite"]) == 0
+    assert (tmp_path / "a-cat-0.png").read_bytes() != first["a-cat-0.png"]
+    assert (tmp_path / "a-cat-0-2.png").read_bytes() == first["a-cat-0-2.png"]
+
+
+def test_pictures_and_folders_are_numbered(model: str, tmp_path: Path) -> None:
+    words = ["show", "--prompt", "a cat", *small(model, tmp_path / "map.png"), "--when", "always"]
+    assert run(words) == run(words) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"map.png", "map-2.png"}
+    words = ["demo", "--prompt", "a cat", *small(model, tmp_path / "demo"), "--ratios", "0.5"]
+    assert run([*words, "--when", "always"]) == run([*words, "--when", "always"]) == 0
+    assert (tmp_path / "demo-2" / "comparison.png").is_file()
+
+
+@pytest.mark.parametrize("command", [*COMMANDS[1:], "report"])
+def test_where_to_write_is_checked_before_the_work(
+    command: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise AssertionError("nothing may be loaded")
+
+    monkeypatch.setattr("tomesd.generation.loading.load_pipeline", load)
+    in_the_way = tmp_path / "a file"
+    in_the_way.write_text("x")
+    budget = ["--max-lpips", "0.1"] if command == "tune" else []
+    prompt = ["--prompt", "x"] if command in ("generate", "show", "demo") else []
+    places = {"show": tmp_path, "tune": tmp_path}  # to which they write a file
+    wrong = [places.get(command, in_the_way), in_the_way / "further"]
+    for out in wrong:
+        where = [str(out)] if command == "report" else ["--out", str(out)]
+        assert run([command, *where, *prompt, *budget]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"tomesd: {'folder' if command == 'report' else 'out'}='{out}': ")
+        assert error.count("\n") == 1
+    assert in_the_way.read_text() == "x"
+
+
+# Small splinters
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt-file", "FOLDER"], "Is a directory"),
+        (["--prompt-file", "BINARY"], "is not UTF-8 text"),
+        (["--prompt", "x", "--size", "100000", "--model", "MODEL"], "and this machine has"),
+        (["--prompt", "x", "--size", "72x128", "--model", "MODEL"], "width=72: must be"),
+    ],
+)
+def test_what_cannot_be_is_said_in_plain_words(
+    words: list[str], message: str, model: str, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "binary").write_bytes(b"\x89PNG\xff")
+    stands = {"FOLDER": str(tmp_path), "BINARY": str(tmp_path / "binary"), "MODEL": model}
+    words = [stands.get(word, word) for word in words]
+    assert run(["generate", *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "size"), [("64", (64, 64)), ("96x64", (96, 64)), ("96 64", (96, 64))]
+)
+def test_a_size_is_a_side_or_two(words: str, size: tuple[int, int], capsys) -> None:
+    assert parse(["generate", "--size", *words.split()]).sampling.size == size
+    assert parse(["describe", "--size", *words.split()]).size == size
+    for bad in ("12x", "1x2x3", "big", "-5"):
+        assert run(["describe", "--size", bad]) == 2
+        assert "[bold]" not in capsys.readouterr().err
+
+
+def test_the_cap_is_said_once(model: str, tmp_path: Path, capsys) -> None:
+    words = ["generate", "--prompt", "x", "y", "--ratio", "0.9", *small(model, tmp_path)]
+    assert run(words) == 0
+    assert capsys.readouterr().err.count("effective ratio") == 1
+
+
+def test_half_precision_on_a_cpu_gets_a_word(model: str, capsys) -> None:
+    words = ["describe", "--model", model, "--size", "128", "--device", "cpu"]
+    assert run([*words, "--dtype", "float16"]) == 0
+    assert "float16 on a CPU" in capsys.readouterr().err
+    assert run(words) == 0
+    assert capsys.readouterr().err == ""
+
+
+def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    known = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, env={**known, **environment})
+
+
+def test_help_needs_no_torch_and_threads_are_told_how_to_wait_before_it() -> None:
+    program = """
+        import os, sys
+        sys.argv = ["tomesd", "eval", "--help"]
+        from tomesd.cli import main
+        try:
+            main()
+        except SystemExit as end:
+            assert end.code == 0
+        heavy = {"torch", "numpy", "PIL", "diffusers", "transformers", "matplotlib", "scipy"}
+        print("loaded:", sorted(heavy & set(sys.modules)), os.environ.get("OMP_WAIT_POLICY"))
+    """
+    assert "loaded: [] passive" in python(program).stdout
+    assert "loaded: [] active" in python(program, OMP_WAIT_POLICY="active").stdout
+    assert "loaded: [] None" in python(program, GOMP_SPINCOUNT="5").stdout
+
+
+def test_an_interruption_while_things_are_loaded_is_one_line() -> None:
+    program = """
+        import sys
+        class Interrupt:
+            def find_spec(self, name, path=None, target=None):
+                if name == "torch":
+                    raise KeyboardInterrupt
+        sys.meta_path.insert(0, Interrupt())
+        sys.argv = ["tomesd", "generate", "--prompt", "x"]
+        from tomesd.cli import main
+        main()
+    """
+    out = python(program)
+    assert (out.returncode, out.stderr) == (130, "tomesd: interrupted\n")
+
+
+def test_help_is_wrapped_where_a_line_is_full() -> None:
+    program = "import sys; sys.argv[1:] = ['demo', '--help']; import tomesd.cli as c; c.main()"
+    lines = python(program, PYTHONIOENCODING="utf-8").stdout.splitlines()
+    lines = [line.strip("│") for line in lines if line.startswith("│")]
+    start = next(line.index("show this help") for line in lines if "show this help" in line)
+    width = len(lines[0]) - start - 1
+    for line, following in itertools.pairwise(lines):
+        more = following[start:].split(maxsplit=1)
+        texts = [each for each in (line, following) if each.strip() and not each[:start].strip()]
+        if len(texts) == 2:
+            assert len(line[start:].rstrip()) + 1 + len(more[0]) > width, line
+
+
+def test_what_was_kept_is_drawn_as_it_is() -> None:
+    """Of 4 x 4 tokens, the first row is merged in pairs, the others stay alone."""
+    slot = np.arange(16).reshape(4, 4)
+    slot[0] = [0, 0, 2, 2]
+    slot = np.unique(slot, return_inverse=True)[1].reshape(4, 4)
+    picture = Image.effect_noise((64, 64), 90).convert("RGB")
+    drawn = np.asarray(draw_map(MergeMap("x", 0.0, 1, slot), picture)).astype(int)
+    plain = np.asarray(picture).astype(int)
+    assert drawn.shape == plain.shape
+    assert (drawn[16:] == plain[16:]).all()
+    means = [plain[:16, :32].mean((0, 1)), plain[:16, 32:].mean((0, 1))]
+    assert (drawn[2, 2] > means[0]).all() and (drawn[2, 60] > means[1]).all()  # paler
+    assert len(np.unique(drawn[:16, :30].reshape(-1, 3), axis=0)) == 1  # no line in a slot
+    assert (drawn[5, 31] > drawn[5, 2]).all()  # a line between the two
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "about 1 s"), (80, "about 80 s"), (100, "about 1.7 minutes"), (600, "about 10 minutes")],
+)
+def test_estimates_are_as_exact_as_they_are(seconds: float, words: str) -> None:
+    assert about(seconds) == words
+    assert about(7 * 3600) == "about 7 hours"
+
+
+def test_an_estimate_counts_the_steps(monkeypatch, model: str) -> None:
+    made = Batch((), seconds=10.0, step_seconds=3.0, peak_mib=None, flagged=())
+    monkeypatch.setattr("tomesd.generation.sampling.sample_batch", lambda *args: made)
+    assert estimate_seconds(None, Sampling(64, 64, steps=20), 4) == 10 + 18 * 3
+    assert estimate_seconds(None, Sampling(64, 64, steps=1)) == 10

@@ -12,9 +12,12 @@ import torch
 from PIL import Image
 
 import tomesd
+from tomesd.cli.demo import _table
 from tomesd.cli.run import run
-from tomesd.generation import comparison, load_pipeline, sample
+from tomesd.generation import RatioSummary, comparison, load_pipeline, sample
+from tomesd.generation.progress import silent
 from tomesd.generation.sampling import Sample
+from tomesd.patch import patch_of
 
 TRAINING = Path(__file__).parents[1] / "demo_model" / "training"
 PROMPT = "a fox and two pears on a green gradient background"
@@ -58,8 +61,42 @@ def test_higher_ratios_are_not_closer(demo: Path) -> None:
 def test_recording_one_image_is_not_counted_as_the_memory_of_merging() -> None:
     image = Image.new("RGB", (16, 16))
     recorded, plain = (Sample(image, 1.0, 0.5, peak_mib, {}) for peak_mib in (300.0, 200.0))
-    row = comparison._summary(0.5, [recorded, plain], [plain, plain], 8)
+    row = comparison._summary(0.5, 0.5, [recorded, plain], [plain, plain], 8)
     assert row.peak_mib == 200.0
+
+
+def test_the_table_says_one_thing_about_time_and_nothing_about_the_memory_of_a_cpu(
+    demo: Path,
+) -> None:
+    found = rows(demo)
+    assert all(row["peak_mib"] is None and "seconds" not in row for row in found)
+    table = _table(tuple(RatioSummary(**row) for row in found))
+    titles = [column.header for column in table.columns]
+    assert titles == ["ratio", "tokens", "s / step", "speed-up", "PSNR", "SSIM"]
+    seconds, speedups = (list(table.columns[place].cells) for place in (2, 3))
+    for step, speedup in zip(seconds, speedups, strict=True):
+        assert float(seconds[0]) / float(step) == pytest.approx(float(speedup[:-1]), rel=0.05)
+
+
+def test_ratios_take_turns_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that gets slower all the time favours nobody: each is timed once a round."""
+    pipe = load_pipeline()
+    order: list[tuple[float, float]] = []
+
+    def note(model, args, kwargs):
+        patch = patch_of(model)
+        order.append((0.0 if patch is None else patch.settings.ratio, float(args[1])))
+
+    with comparison._call_of_step(pipe.unet, 1) as call:
+        sample(pipe, PROMPT, steps=3, size=(128, 128))
+    each = [tomesd.Settings(ratio=ratio) for ratio in (0.0, 0.5)]
+    handle = pipe.unet.register_forward_pre_hook(note, with_kwargs=True)
+    seconds = comparison._take_turns(pipe, each, call, silent, 100)
+    handle.remove()
+    assert [ratio for ratio, _ in order] == [0.0, 0.5] * (len(order) // 2)
+    assert len({timestep for _, timestep in order}) == 1
+    assert len(order) == 2 * (1 + comparison._TURNS)
+    assert all(0 < step < 60 for step in seconds)
 
 
 def test_a_second_run_gives_the_same_bytes(demo: Path, tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ def test_the_scale_of_the_pipelines_own_autoencoder_is_used() -> None:
     assert tomesd.describe(pipe, size, 2 * size).parts[0].latent == (16, 32)
 
 
+def test_without_a_size_it_is_the_one_that_the_model_makes() -> None:
+    pipe = make_sd_pipeline()
+    own = pipe(prompt="a cat", num_inference_steps=1).images[0].size
+    latent = tomesd.describe(pipe).parts[0].latent
+    assert latent == (own[1] // pipe.vae_scale_factor, own[0] // pipe.vae_scale_factor)
+    assert latent != (64, 64), "which is what would be taken of a model that says nothing"
+
+
 def test_a_no_op_is_called_one() -> None:
     model = tomesd.apply_patch(HOSTS["sdxl"].build(), max_downsample=1)
     assert "nothing is merged" in str(tomesd.describe(model, 128, 128))
@@ -100,7 +108,7 @@ def test_weights_and_random_state_are_not_touched() -> None:
         assert torch.equal(tensor, weights[name])
 
 
-@pytest.mark.parametrize("bad", [0, -8, 4, 12.5, "512", None, True])
+@pytest.mark.parametrize("bad", [0, -8, 4, 12.5, "512", True])
 def test_bad_sizes_are_named(bad) -> None:
     model = HOSTS["sd1"].build()
     for name in ("height", "width"):

@@ -114,7 +114,7 @@ def test_an_image_tells_how_it_was_made(finished: Run) -> None:
 
 
 def test_numbers_are_those_of_the_images(finished: Run) -> None:
-    results, images, _ = read_results(finished)
+    results, images, *_ = read_results(finished)
     base, merged = results
     assert base.metrics == {}
     psnr = []
@@ -132,7 +132,7 @@ def test_numbers_are_those_of_the_images(finished: Run) -> None:
     timed = {r["variant"]: r["seconds"] / 2 for r in records(finished) if r["batch"] == 1}
     assert (base.seconds, merged.seconds) == (timed["unmerged"], timed["ratio-0.5"])
     assert merged.speedup.value == pytest.approx(timed["unmerged"] / timed["ratio-0.5"])
-    assert merged.peak_mib > 0
+    assert merged.peak_mib is None  # of a CPU, it would be noise
 
 
 def test_the_pipeline_is_left_as_it_was(pipe: Any, finished: Run) -> None:
@@ -189,7 +189,7 @@ def test_a_crash_at_any_point_loses_nothing(
     assert files(run.path / "scores") == files(finished.path / "scores")
     for name, content in files(finished.path / "images").items():
         assert (run.path / "images" / name).read_bytes() == content
-    results, images, _ = read_results(run)
+    results, images, *_ = read_results(run)
     assert results[1].metrics == read_results(finished)[0][1].metrics
     assert len(images) == 10
     assert sum(row["seconds"] is None for row in images) == 2
@@ -477,7 +477,8 @@ def test_the_command_on_the_embedded_model(tmp_path: Path, capsys) -> None:
     assert command(words) == 0
     printed = capsys.readouterr().out
     assert "KID" in printed and "speed-up" in printed and "50 %" in printed
-    results, images, scoring = read_results(Run(out))
+    results, images, scoring, missing = read_results(Run(out))
+    assert missing == []
     assert len(images) == 4
     assert {"lpips", "psnr", "ssim", "fid_unmerged", "kid_unmerged"} <= set(results[1].metrics)
     assert 10 < results[1].metrics["psnr"].value < 50

@@ -4,10 +4,12 @@ import base64
 import io
 import json
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,11 +34,13 @@ from tomesd.evaluation import (
     make_variants,
     read_results,
 )
+from tomesd.evaluation.estimates import speedup_estimate
 from tomesd.evaluation.figures import draw_pareto, pareto_front
 from tomesd.evaluation.images import versions
 from tomesd.evaluation.metrics import Pictures, QualityMetric
-from tomesd.evaluation.report import write_report
+from tomesd.evaluation.report import _sureness, write_report
 from tomesd.evaluation.results import labels_of, methods_of
+from tomesd.evaluation.runs import cpu_name
 
 PROMPTS = [f'a <b>{animal}</b> & "friends"' for animal in ("cat", "dog", "fox", "pig")]
 # On a CPU and at this size, merging does not pay, and would not be done.
@@ -97,7 +101,8 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(run: Run) -> Page:
-    path = write_report(run, worst=2, typical=1)
+    path, missing = write_report(run, worst=2, typical=1)
+    assert missing == []
     assert path == run.path / "report.html"
     page = Page(path.read_text(encoding="utf-8"))
     assert page.open == [], "everything that opens must close"
@@ -146,7 +151,7 @@ def test_the_plots_are_files_too(run: Run, page: Page) -> None:
 
 def test_the_table_has_the_numbers_of_the_run(run: Run, page: Page) -> None:
     head, base, *rows = page.rows
-    assert head[0] == "Method" and head[-2].startswith("Time (s/im)")
+    assert head[0] == "Method" and head[-1].startswith("Time (s/im)")  # no memory of a CPU
     assert base[0].startswith("Baseline")
     assert len(rows) == 4
     results = {
@@ -160,7 +165,7 @@ def test_the_table_has_the_numbers_of_the_run(run: Run, page: Page) -> None:
         result = results["True" in method, float(row[0]) / 100]
         lpips = result.metrics["lpips"]
         assert row[column - 1] == f"{lpips.value:.4f}{lpips.low:.4f} to {lpips.high:.4f}"
-        assert row[-2].startswith(f"{result.seconds:.3f}")
+        assert row[-1].startswith(f"{result.seconds:.3f}")
 
 
 def test_the_worst_come_first(run: Run, page: Page) -> None:
@@ -175,7 +180,10 @@ def test_everything_that_was_set_is_told(page: Page) -> None:
     told = " ".join(page.words["dd"])
     assert versions()["torch"] in told
     settings = " ".join(page.words["code"])
-    assert settings.count("use_rand=True") == settings.count("use_rand=False") == 2
+    lines = [line for line in page.words["code"] if line.startswith("tomesd.apply_patch(pipe, ")]
+    assert len(lines) == 4
+    assert settings.count("use_rand=False") == 2
+    assert "use_rand=True" not in settings, "a line has what differs from the defaults"
 
 
 def test_the_page_is_the_same_when_written_again(run: Run, page: Page) -> None:
@@ -206,6 +214,95 @@ def test_a_run_that_is_not_finished_is_refused(run: Run, tmp_path: Path, capsys)
     (half / "run.json").write_text(json.dumps({"format": 99}))
     assert command(["report", str(half)]) == 2
     assert "another version" in capsys.readouterr().err
+
+
+def damage(path: Path, line: int, words: str) -> None:
+    lines = path.read_text().splitlines()
+    lines[line - 1] = words
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "words", "lost"),
+    [
+        ("results.jsonl", 2, "{'not': json", "the row of ratio-0.3_use_rand-True is missing"),
+        ("results.jsonl", 2, "[1, 2]", "the row of ratio-0.3_use_rand-True is missing"),
+        ("images.jsonl", 6, '{"variant": "ratio-0.3_use_rand-True"}', "1 of 4 images of ratio-0.3"),
+        ("images.jsonl", 1, "\x00", "1 of 4 images of unmerged"),
+    ],
+)
+def test_what_is_damaged_is_named_and_the_rest_is_shown(
+    run: Run, tmp_path: Path, capsys, file: str, line: int, words: str, lost: str
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run.path, copy)
+    damage(copy / file, line, words)
+    assert command(["report", str(copy), "--worst", "4"]) == 0
+    errors = capsys.readouterr().err
+    page = Page((copy / "report.html").read_text())
+    for told in (errors, " ".join(page.words["li"])):
+        assert f"{file}, line {line}: damaged, left out" in told
+        assert lost in told
+    rows = 3 if file == "results.jsonl" else 4
+    assert len(page.rows) == 2 + rows
+    assert len(page.words["h3"]) == (3 if line == 1 else 4)
+
+
+def test_pictures_that_are_gone_are_named(run: Run, tmp_path: Path, capsys) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run.path, copy)
+    gone = copy / "images" / "ratio-0.3_use_rand-True" / "00002.png"
+    gone.write_bytes(b"not a picture")
+    assert command(["report", str(copy), "--worst", "4"]) == 0
+    assert f"{gone} cannot be read as an image" in capsys.readouterr().err
+
+
+def test_without_the_unmerged_row_there_is_no_page(run: Run, tmp_path: Path, capsys) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run.path, copy)
+    damage(copy / "results.jsonl", 1, "{")
+    assert command(["report", str(copy)]) == 2
+    error = capsys.readouterr().err
+    assert "results.jsonl, line 1: damaged" in error and error.count("\n") == 1
+
+
+def test_the_worst_are_a_part_of_the_images(run: Run, page: Page) -> None:
+    path, _ = write_report(run)
+    few = Page(path.read_text())
+    assert len(few.words["h3"]) == 2  # one of four, and one from the middle
+    assert "Worst cases" in few.words["h2"]
+    path, _ = write_report(run, worst=4)
+    assert "All images" in Page(path.read_text()).words["h2"]
+
+
+def test_the_page_tells_when_where_and_by_what(run: Run, tmp_path: Path) -> None:
+    copy = Run(tmp_path / "run")
+    shutil.copytree(run.path, copy.path)
+    line, day = "tomesd eval --ratios 0.3", "2026-01-02 03:04 UTC"
+    made = replace(copy.load(), command=line, started=day, dtype="float32", device=cpu_name())
+    copy._write(made)
+    page = Page(write_report(copy)[0].read_text())
+    told = " ".join([*page.words["dd"], *page.words["p"]])
+    assert line in page.words["code"]
+    for words in (day, "float32", cpu_name()):
+        assert words in told
+    assert "[" not in told and "{" not in told, "settings in words, not as JSON"
+
+
+def test_the_speed_up_is_that_of_the_seconds_beside_it(run: Run) -> None:
+    base, *merged = read_results(run).results
+    for result in merged:
+        assert result.speedup.value == pytest.approx(base.seconds / result.seconds)
+
+
+def test_few_times_have_no_interval_and_the_page_says_so() -> None:
+    few = speedup_estimate(np.array([9.7, 9.8]), np.array([8.9, 8.0]))
+    assert (few.low, few.high) == (None, None)
+    assert "too few batches" in few.times_faster() and "too few batches" in _sureness(few)
+    rng = np.random.default_rng(0)
+    base, same = rng.normal(10, 1, 12), rng.normal(10, 1, 12)
+    assert "may be none" in _sureness(speedup_estimate(base, same))
+    assert "may be none" not in _sureness(speedup_estimate(base, same / 2))
 
 
 points = st.tuples(st.integers(1, 6).map(float), st.integers(0, 6).map(float))
@@ -278,7 +375,7 @@ def test_a_new_metric_is_one_entry(run: Run, tmp_path: Path, capsys) -> None:
         assert all(0 < result.metrics["brightness"].value < 255 for result in results)
         _print(Console(width=200), results, copy.path)
         assert "Brightness ↑" in capsys.readouterr().out
-        page = write_report(copy, worst=1, typical=0).read_text()
+        page = write_report(copy, worst=1, typical=0)[0].read_text()
         assert "Brightness: of each image, mean." in page
         assert (copy.path / "figures" / "brightness_speedup.png").is_file()
     finally:

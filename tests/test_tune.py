@@ -349,7 +349,10 @@ def test_generate_and_eval_use_a_settings_file(model: str, prompts: str, tmp_pat
 
     def merge_of(*words: str) -> dict[str, Any]:
         out = tmp_path / "images"
-        assert run(["generate", "--prompt", "x", *small, "--out", str(out), *words]) == 0
+        assert (
+            run(["generate", "--prompt", "x", *small, "--out", str(out), "--overwrite", *words])
+            == 0
+        )
         with Image.open(out / "x-0.png") as image:
             return json.loads(image.info["tomesd"])["merge"]
 
@@ -439,3 +442,47 @@ def test_options_that_python_takes_more_for_are_given_in_words(
     assert merge["level_ratios"] == {"1": 0.5, "2": 0.25}
     assert run(["generate", "--help"]) == 0
     assert "fixed" not in capsys.readouterr().out
+
+
+def test_an_interrupted_search_says_what_it_does_and_goes_on(
+    model: str, prompts: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    small = ["--model", model, "--prompts", prompts, "--count", "1", "--size", "64", "--steps", "1"]
+    words = ["tune", "--max-lpips", "0.9", "--repeats", "1", "--trials", "5", *small]
+    words += ["--out", str(tmp_path / "settings.json")]
+    measure, done = SideBySide.measure, []
+
+    def interrupted(self: SideBySide, options: dict) -> Measurement:
+        if len(done) == 2:
+            done.append("interrupted")
+            raise KeyboardInterrupt
+        done.append(options)
+        return measure(self, options)
+
+    with monkeypatch.context() as patching:
+        patching.setattr(SideBySide, "measure", interrupted)
+        run(words)
+    out = capsys.readouterr().out
+    assert "5 trials of 3 images: about" in out or "5 trials of 12 images: about" in out
+    log = tmp_path / "settings.trials.jsonl"
+    assert f"Interrupted after 2 trials, which are in {log}" in out
+    assert "Ctrl-C again ends it without" in out
+    before = [line for line in map(json.loads, log.read_text().splitlines()) if "trial" in line]
+    assert len(before) == 2
+
+    fresh = []
+    with monkeypatch.context() as patching:
+        count = lambda self, options: (fresh.append(options), measure(self, options))[1]  # noqa: E731
+        patching.setattr(SideBySide, "measure", count)
+        run([*words, "--resume"])
+    lines = [line for line in map(json.loads, log.read_text().splitlines()) if "trial" in line]
+    assert lines[:2] == before
+    assert len(lines) == 5
+    assert all(line["options"] not in fresh[:3] for line in before)
+    assert fresh[:3] == [line["options"] for line in lines[2:]]
+
+    capsys.readouterr()
+    assert run([*words, "--resume", "--search-seed", "3"]) == 2
+    assert "was made with search_seed = 0" in capsys.readouterr().err
+    assert run([*words, "--resume", "--log", str(tmp_path / "none.jsonl")]) == 2
+    assert "there is no log" in capsys.readouterr().err

@@ -2,12 +2,23 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append_json_line", "json_lines", "read_json_lines", "whole_file", "write_text"]
+__all__ = [
+    "append_json_line",
+    "check_writable",
+    "json_lines",
+    "read_json_lines",
+    "read_text",
+    "unused",
+    "whole_file",
+    "write_text",
+]
 
 
 @contextmanager
@@ -23,6 +34,47 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def check_writable(path: Path, name: str = "out", *, folder: bool) -> None:
+    """Refuses a place that cannot be written to, before the work is done and lost.
+
+    Args:
+        name: of the argument that says it.
+        folder: whether it is to be a folder, or a file.
+    """
+    wrong = f"{name}={str(path)!r}: "
+    if path.is_dir() != folder and path.exists():
+        raise ValueError(wrong + (f"is {'a file' if folder else 'a folder'} already"))
+    there = path if folder else path.parent
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(wrong + f"{there} is not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(wrong + f"cannot be written ({there}: {reason})") from error
+
+
+def unused(path: Path, *, overwrite: bool = False) -> Path:
+    """The path itself, or with the first number that makes it a new one: `fox-2.png`."""
+    if overwrite:
+        return path
+    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    return next(free for free in chain([path], numbered) if not free.exists())
+
+
+def read_text(path: Path, name: str) -> str:
+    """The text in a file; `name` is the argument that says which."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{name}={str(path)!r}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}={str(path)!r}: is not UTF-8 text") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -8,10 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from .files import write_text
-from .settings import Settings
+from .settings import AnyTensor, Settings
 
 __all__ = ["PRESETS", "TRANSFORMER_PRESETS", "Kind", "Preset", "changed", "load", "preset", "save"]
 
@@ -53,7 +51,7 @@ def changed(settings: Settings) -> dict[str, Any]:
 
 def _differs(value: Any, default: Any) -> bool:
     # A tensor compares number by number. No default is one.
-    return value is not default and (isinstance(value, Tensor) or bool(value != default))
+    return value is not default and (isinstance(value, AnyTensor) or bool(value != default))
 
 
 def save(

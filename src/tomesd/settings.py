@@ -1,16 +1,21 @@
 """The options of `apply_patch`: one frozen dataclass, checked when it is made."""
 
 import numbers
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any  # the help of the commands needs no torch
 
 __all__ = [
     "DEFAULT",
     "DOWNSAMPLES",
+    "AnyTensor",
     "Backend",
     "Depth",
     "MergeWarning",
@@ -38,6 +43,16 @@ Protect = Literal["guidance"] | Tensor | None
 Share = Literal["block", "level", "steps"]
 When = Literal["if_faster", "always"]
 Backend = Literal["auto", "triton", "reference"]
+
+
+class _TensorType(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(value, torch.Tensor)
+
+
+class AnyTensor(metaclass=_TensorType):
+    """Any tensor is an instance of this; before torch is imported, nothing is."""
 
 
 class _Default:
@@ -347,7 +362,8 @@ class _Allowed:
         slip = isinstance(value, bool) and self.kind is not bool
         right_kind = isinstance(value, self.kind) and not slip
         if not right_kind or not self.fits(value):
-            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            is_tensor = isinstance(value, AnyTensor)
+            shown = f"a tensor {list(value.shape)}" if is_tensor else repr(value)
             none = "None or " if getattr(Settings, name) is None else ""
             error = ValueError if right_kind else TypeError
             raise error(f"{name}={shown}: must be {none}{self.words}")
@@ -403,7 +419,7 @@ _SCHEDULE = _Allowed(
     (Sequence, Callable),
     _is_schedule,
 )
-_PROTECT = _Allowed("'guidance' or a tensor [h, w] or [b, h, w]", (str, Tensor), _is_protection)
+_PROTECT = _Allowed("'guidance' or a tensor [h, w] or [b, h, w]", (str, AnyTensor), _is_protection)
 
 # Where the default is None, None is allowed too.
 _ALLOWED = {

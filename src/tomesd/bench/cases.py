@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 
 from ..generation.memory import MemoryProbe
+from ..generation.sampling import check_size, least_bytes
 from ..patch import patch_of
 from .calls import WHATS, Call, Step, make_call
 from .contenders import ORIGINAL, OURS, Contender
@@ -17,8 +19,10 @@ from .models import Subject, load_subject, shared_copy
 from .modes import EAGER, GRAPH, MODES, Graph, compile_model, warm_up
 from .rows import OUT_OF_MEMORY, SETTING, Row, RowFile
 
-OnCase = Callable[["Case"], None]
-"""Called with the case whenever a contender in it is ready or was timed once."""
+OnCase = Callable[["Case", float], None]
+"""Called with a case and the share of it that is done, 0 to 1."""
+OnFirst = Callable[["Case", float], None]
+"""Called with a case and the seconds of one call in it, once that is known."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Prepared:
 
     call: Call
     device: torch.device
-    peak_mib: float
+    peak_mib: float | None
+    """None on a CPU."""
     pool_mib: float | None = None
     """Of a CUDA graph: the memory that it keeps for itself."""
     finite: bool = True
@@ -94,15 +99,19 @@ class Prepared:
 def prepare(subject: Subject, case: Case, contender: Contender) -> Prepared:
     """Everything that has to be done before `contender` can be timed."""
     device = subject.device
+    size, decode = (case.width, case.height), case.what == "pipeline"
+    needed = least_bytes(subject.pipe, size, 2 * case.images, decode=decode)
+    if device.type == "cpu" and needed > psutil.virtual_memory().total:
+        raise MemoryError  # the system would end the process
     probe = MemoryProbe(device)
     model = shared_copy(subject.model)
     contender.apply(model)
     if case.mode not in (EAGER, GRAPH):
         compile_model(model, case.mode, fullgraph=contender.kind != ORIGINAL)
-    size = (case.height, case.width)
-    call = make_call(subject, model, case.what, size, case.images, case.steps)
+    call = make_call(subject, model, case.what, size[::-1], case.images, case.steps)
     warm_up(call, device, calls=1 if case.mode in (EAGER, GRAPH) else 2)
-    prepared = Prepared(call, device, probe.peak_mib(call))
+    outputs: list[Any] = []
+    prepared = Prepared(call, device, probe.peak_mib(lambda: outputs.append(call())))
     patch = patch_of(model)
     if case.mode == EAGER and patch is not None:
         merged = any(decision.merges for decision in patch.decisions)
@@ -112,7 +121,8 @@ def prepare(subject: Subject, case: Case, contender: Contender) -> Prepared:
         assert isinstance(call, Step)
         graph = Graph(call, device)
         prepared.call, prepared.pool_mib = graph, graph.pool_mib
-    prepared.finite = _is_finite(prepared.call())
+        outputs = [graph()]
+    prepared.finite = _is_finite(outputs[-1])
     return prepared
 
 
@@ -156,7 +166,11 @@ class Subjects:
 
 
 def measure_case(
-    subject: Subject, case: Case, effort: Effort, on_progress: OnCase = lambda case: None
+    subject: Subject,
+    case: Case,
+    effort: Effort,
+    on_progress: OnCase = lambda case, share: None,
+    on_first: OnFirst = lambda case, seconds: None,
 ) -> list[Row]:
     """One row per contender. Running out of memory is a result like any other."""
     results: dict[int, Row] = {}
@@ -171,10 +185,12 @@ def measure_case(
             number = waiting.popleft()
             if isinstance(outcome, Prepared):
                 ready[number] = outcome
+                if number == 0:
+                    on_first(case, outcome.time(1))
             else:
                 results[number] = {"seconds": None, "error": outcome}
             del outcome
-            on_progress(case)
+            on_progress(case, (len(ready) + len(results)) / len(case.contenders) / 2)
         results |= _time_together(ready, case, effort, subject.device, on_progress)
         ready.clear()
         free_memory(subject.device)
@@ -197,7 +213,7 @@ def _time_together(
         {number: item.time for number, item in ready.items()},
         effort,
         periods={number: case.contenders[number].period for number in ready},
-        on_repeat=functools.partial(on_progress, case),
+        on_repeat=lambda share: on_progress(case, 0.5 + share / 2),
     )
     outcome = attempt(work, device)
     if isinstance(outcome, str):
@@ -225,7 +241,8 @@ def run_cases(
     effort: Effort,
     *,
     subjects: Subjects | None = None,
-    on_progress: OnCase = lambda case: None,
+    on_progress: OnCase = lambda case, share: None,
+    on_first: OnFirst = lambda case, seconds: None,
 ) -> list[Row]:
     """Measures `cases` and writes their rows to `file`, each case as it is done.
 
@@ -236,6 +253,7 @@ def run_cases(
     rows: list[Row] = []
     for case in cases:
         subject = subjects.get(case)
+        check_size(subject.pipe, (case.width, case.height))
         if case.mode == GRAPH and subject.device.type != "cuda":
             raise ValueError(
                 f"mode='graph': CUDA graphs need a GPU, and the device is {subject.device.type}"
@@ -244,6 +262,7 @@ def run_cases(
         measured = [row for row in found if row is not None]
         if len(measured) < len(found):
             # All of them again: what is compared has to be measured together.
-            measured = [file.add(row) for row in measure_case(subject, case, effort, on_progress)]
+            found_now = measure_case(subject, case, effort, on_progress, on_first)
+            measured = [file.add(row) for row in found_now]
         rows += measured
     return rows

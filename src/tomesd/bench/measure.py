@@ -31,6 +31,12 @@ class Effort:
     sample_seconds: float = 0.1
     """One repeat takes at least this long: as many calls as that needs."""
 
+    def least(self, contenders: int, seconds: float) -> float:
+        """Seconds that so many contenders take at least, if a call of each takes `seconds`."""
+        preparing = 3  # to warm up, for the memory, and to see how many calls make a repeat
+        timing = max(self.seconds, contenders * self.min_repeats * seconds)
+        return contenders * preparing * seconds + timing
+
 
 @dataclass
 class Timing:
@@ -115,7 +121,7 @@ def take_turns(
     effort: Effort,
     *,
     periods: Mapping[_Key, int] | None = None,
-    on_repeat: Callable[[], None] | None = None,
+    on_repeat: Callable[[float], None] = lambda share: None,
 ) -> dict[_Key, Timing]:
     """Measures all contenders of a setting in turn, round after round.
 
@@ -125,6 +131,7 @@ def take_turns(
         timers: for each contender, a function that makes so many calls and returns the seconds of
             one.
         periods: calls that only make sense together: their number is never split.
+        on_repeat: told the share that is done, as far as can be said, 0 to 1.
     """
     timings: dict[_Key, Timing] = {}
     for name, timer in timers.items():
@@ -135,8 +142,8 @@ def take_turns(
     for repeat in range(1, effort.max_repeats + 1):
         for name, timer in timers.items():
             timings[name].seconds.append(timer(timings[name].calls))
-            if on_repeat is not None:
-                on_repeat()
+            spent = (time.perf_counter() - start) / max(effort.seconds, 1e-9)
+            on_repeat(min(1.0, spent, repeat / effort.min_repeats))
         if repeat < effort.min_repeats:
             continue
         known = all(timing.uncertainty < effort.precision for timing in timings.values())

@@ -1,21 +1,13 @@
 """How a model runs: eagerly, compiled, or replayed as a CUDA graph."""
 
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import nn
 
+from ..choices import Mode
 from .calls import Call
 
-Mode = Literal[
-    "eager",
-    "compile",
-    "compile-reduce-overhead",
-    "compile-autotune",
-    "compile-max-autotune",
-    "compile-max-autotune-no-cudagraphs",
-    "graph",
-]
 MODES: tuple[str, ...] = get_args(Mode)
 EAGER, GRAPH = "eager", "graph"
 _COMPILE: dict[str, dict[str, Any]] = {

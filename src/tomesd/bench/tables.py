@@ -91,7 +91,7 @@ def _cells(comparison: Comparison, row: Row) -> list[str]:
         "-" if failed else milliseconds(row["spread"]),
         times(comparison.speedup(row)),
         "-" if row["variant"] in (UNPATCHED, FREE) else percent(comparison.recovered(row)),
-        "-" if failed else f"{row['peak_mib']:,.0f}",
+        "-" if failed or row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
     ]
 
 

@@ -1,42 +1,36 @@
 """tomesd bench: seconds and memory, with and without merging."""
 
-import re
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import ARCHITECTURES, Case, Contender, Effort, RowFile, load_original, run_cases
-from ..bench.modes import Mode
-from ..bench.plots import plot_rows
-from ..bench.rows import Row
-from ..bench.tables import HEADER, failures, markdown, result_table, split_common, versions
-from ..files import write_text
-from ..generation.loading import DEMO_MODEL, Dtype, pick_device
+from ..choices import DEMO_MODEL, Dtype, Mode
+from ..files import check_writable, write_text
 from ..settings import Settings
-from .options import MergeOptions
-from .progress import progress_bar
+from .options import RatiosOptions, Size, parse_size, warn_of_dtype
+from .progress import about, progress_bar
 
-_SMALLEST, _MULTIPLE = 64, 8
+if TYPE_CHECKING:
+    from ..bench import Case, Contender
+    from ..bench.rows import Row
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure seconds and memory with and without merging. Every combination of --model, --sizes,
-    --images, --attention and --mode is a setting; in each, all that is compared takes turns."""
+    """Measure seconds and memory with and without merging. Every combination of model, size,
+    images, attention and mode is a setting; in each, all that is compared takes turns."""
 
     model: tuple[str, ...] = (DEMO_MODEL,)
     """`sd15`, `sd21`, `sdxl`: these architectures with random weights, nothing to download. `demo`
     for the embedded model, or a folder, a file or a hub id."""
     sizes: tuple[str, ...] = ()
-    """Side of the image in pixels, or width and height as 768x512. The model's own if not given."""
+    """Pixels: sides of squares, or width x height as in 768x512. The model's own if not given."""
     images: tuple[int, ...] = (1,)
     """Images at a time. A step runs on twice as many, with guidance."""
-    ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
-    """Shares of the tokens to remove."""
     attention: tuple[str, ...] = ("default",)
     """default, eager, sdpa, xformers, or attention backends of diffusers by name."""
     mode: tuple[Mode, ...] = ("eager",)
@@ -48,7 +42,7 @@ class Bench:
     original: Path | None = None
     """Compare with tomesd 0.1.3 in this folder: pip install --no-deps --target FOLDER
     tomesd==0.1.3"""
-    bound: bool = True
+    bound: bool = False
     """Measure also what merging would take if nothing had to be matched."""
     seconds: float = 10.0
     """Time to measure each setting for, once all is warm. More: less noise."""
@@ -60,29 +54,48 @@ class Bench:
     """Folder for the rows, the table and the plot. Rows are added to those that are there."""
     resume: bool = False
     """Go on with the last run in the folder: what it has measured is not measured again."""
-    merge: MergeOptions = field(default_factory=MergeOptions)
+    merge: RatiosOptions = field(default_factory=RatiosOptions)
 
     def run(self, console: Console) -> None:
-        cases = self._cases(self.merge.checked())
+        each = self.merge.each()
+        sizes = [self._parse_size(words) for words in self.sizes]
+        check_writable(self.out, folder=True)
+        from ..bench import Effort, RowFile, run_cases
+        from ..generation.loading import pick_device
+
+        cases = self._cases(each, sizes)
         device = pick_device(self.device)
+        warn_of_dtype(self.dtype, device.type)
         effort = Effort(seconds=self.seconds, min_repeats=3)
         file = RowFile(self.out / "rows.jsonl", device, resume=self.resume)
-        total = sum(len(case.contenders) * (1 + effort.min_repeats) for case in cases)
-        seen: list[Case] = []
         try:
             with progress_bar(console) as on_progress:
 
-                def on_case(case: Case) -> None:
-                    seen.append(case)
-                    on_progress(_words(case), len(seen), max(total, len(seen) + 1))
+                def on_case(case: "Case", share: float) -> None:
+                    done = next(n for n, other in enumerate(cases) if other is case)
+                    on_progress(_words(case), done + share, len(cases))
 
-                rows = run_cases(cases, file, effort, on_progress=on_case)
+                def on_first(case: "Case", seconds: float) -> None:
+                    whole = about(effort.least(len(case.contenders), seconds))
+                    told = f"one call takes {seconds:.2g} s, the whole {whole}"
+                    console.print(f"{_words(case)}: {told}")
+
+                console.print(f"Loading the model ({', '.join(self.model)})")
+                rows = run_cases(cases, file, effort, on_progress=on_case, on_first=on_first)
         except KeyboardInterrupt:
             console.print(f"{len(file.rows)} rows are in {file.path}; --resume goes on from there")
             raise
         self._report(console, rows, file.path)
 
-    def _cases(self, merge: Settings) -> list[Case]:
+    def _parse_size(self, words: str) -> Size:
+        try:
+            return parse_size([words])
+        except ValueError as error:
+            raise ValueError(f"sizes={words!r}: {error}") from error
+
+    def _cases(self, each: list[Settings], sizes: list[Size]) -> "list[Case]":
+        from ..bench import Case, load_original
+
         if self.original is not None:
             load_original(self.original)  # refuse a wrong folder before the work begins
         axes = product(self.model, self.images, self.attention, self.mode)
@@ -91,7 +104,7 @@ class Bench:
                 model=model,
                 height=height,
                 width=width,
-                contenders=self._contenders(merge, mode),
+                contenders=self._contenders(each, mode),
                 images=images,
                 what=self.what,
                 steps=self.steps,
@@ -101,27 +114,31 @@ class Bench:
                 mode=mode,
             )
             for model, images, attention, mode in axes
-            for width, height in map(_parse_size, self.sizes or (_own_size(model),))
+            for width, height in sizes or (_own_size(model),)
         ]
         if not cases:
             raise ValueError("nothing to measure: model, images, attention and mode need values")
         return cases
 
-    def _contenders(self, merge: Settings, mode: str) -> tuple[Contender, ...]:
+    def _contenders(self, each: list[Settings], mode: str) -> "tuple[Contender, ...]":
+        from ..bench import Contender
+
         contenders = [Contender("unpatched")]
-        for ratio in self.ratios:
-            settings = replace(merge, ratio=ratio)
+        for settings in each:
             contenders.append(Contender("tomesd", settings))
             if self.original is not None:
                 # Its random numbers cannot be drawn inside a CUDA graph.
-                use_rand = merge.use_rand and mode != "graph"
+                use_rand = settings.use_rand and mode != "graph"
                 original = replace(settings, use_rand=use_rand)
                 contenders.append(Contender("original", original, folder=str(self.original)))
             if self.bound:
                 contenders.append(Contender("free", replace(settings, when="always")))
         return tuple(contenders)
 
-    def _report(self, console: Console, rows: list[Row], path: Path) -> None:
+    def _report(self, console: Console, rows: "list[Row]", path: Path) -> None:
+        from ..bench.plots import plot_rows
+        from ..bench.tables import HEADER, failures, markdown, result_table, split_common, versions
+
         always = ("variant", "ratio", "ms", "speed-up")
         common, header, lines = split_common(HEADER, result_table(rows), always)
         table = Table(*header)
@@ -146,23 +163,14 @@ class Bench:
             console.print(f"  {written}  {words}")
 
 
-def _own_size(model: str) -> str:
+def _own_size(model: str) -> Size:
+    from ..bench import ARCHITECTURES
+
+    side = 256 if model == DEMO_MODEL else 512
     if model in ARCHITECTURES:
-        return str(8 * ARCHITECTURES[model]["sample_size"])
-    return "256" if model == DEMO_MODEL else "512"
+        side = 8 * ARCHITECTURES[model]["sample_size"]
+    return side, side
 
 
-def _parse_size(words: str) -> tuple[int, int]:
-    """Width and height."""
-    found = re.fullmatch(r"(\d+)(?:x(\d+))?", words)
-    sides = [int(side) for side in found.groups() if side] if found else []
-    if not sides or any(side < _SMALLEST or side % _MULTIPLE for side in sides):
-        raise ValueError(
-            f"sizes={words!r}: must be a number of pixels, or two as in 768x512; each a multiple "
-            f"of {_MULTIPLE} and at least {_SMALLEST}"
-        )
-    return sides[0], sides[-1]
-
-
-def _words(case: Case) -> str:
+def _words(case: "Case") -> str:
     return f"{case.model} {case.width}x{case.height}, {case.images} images, {case.mode}"

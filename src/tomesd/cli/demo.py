@@ -1,15 +1,18 @@
 """tomesd demo: the main job, on the embedded model, in a minute or two."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from ..files import json_lines, write_text
-from ..generation import ImageComparison, compare, save_image
-from .options import ImageOptions, MergeOptions, ModelOptions
+from ..files import check_writable, json_lines, unused, write_text
+from .options import ImageOptions, ModelOptions, RatiosOptions
 from .progress import progress_bar
+
+if TYPE_CHECKING:
+    from ..generation import ImageComparison, RatioSummary
 
 PROMPTS = (
     "a fox and two pears on a green gradient background",
@@ -23,47 +26,51 @@ class Demo:
 
     prompt: tuple[str, ...] = PROMPTS
     """What to draw."""
-    ratios: tuple[float, ...] = (0.25, 0.5, 0.75)
-    """Shares of the tokens to remove."""
     out: Path = Path("demo_output")
     """Folder for the pictures."""
+    overwrite: bool = False
+    """Replace what is in the folder. Otherwise a folder that is there gets a number."""
     sampling: ImageOptions = field(default_factory=lambda: ImageOptions(steps=14))
     model: ModelOptions = field(default_factory=ModelOptions)
-    merge: MergeOptions = field(default_factory=MergeOptions)
+    merge: RatiosOptions = field(default_factory=RatiosOptions)
 
     def run(self, console: Console) -> None:
-        merge = self.merge.checked()
-        for ratio in self.ratios:
-            replace(merge, ratio=ratio)  # refuse bad ones before the work begins
+        each = self.merge.each()
+        check_writable(self.out, folder=True)
+        from ..generation import compare
+
         console.print(f"Loading the model ({self.model.model})")
         pipe = self.model.load()
         with progress_bar(console) as on_progress:
             comparison = compare(
                 pipe,
                 self.prompt,
-                self.ratios,
-                merge,
-                seed=merge.seed,
+                [settings.ratio for settings in each],
+                each[0],
+                seed=each[0].seed,
                 on_progress=on_progress,
                 **asdict(self.sampling),
             )
         paths = self._save(comparison)
-        console.print(_table(comparison), soft_wrap=False)
+        console.print(_table(comparison.rows), soft_wrap=False)
+        console.print("s / step: the median of one call of the model; the ratios take turns.")
         console.print("PSNR and SSIM against the unmerged image of the same seed.")
-        console.print("s / step is the fastest step; the speed-up is taken from it.")
         for path, words in paths.items():
             console.print(f"  {path}  {words}")
         console.print(
             "Your own model: tomesd generate --model PATH_OR_HUB_ID --prompt '...' --ratio 0.5"
         )
 
-    def _save(self, comparison: ImageComparison) -> dict[Path, str]:
+    def _save(self, comparison: "ImageComparison") -> dict[Path, str]:
         """Writes everything at the end, so that an interrupted run leaves nothing half done."""
-        middle = min(self.ratios, key=lambda ratio: abs(ratio - 0.5))
-        grid, overlay = self.out / "comparison.png", self.out / "merged_tokens.png"
+        from ..generation import save_image
+
+        out = unused(self.out, overwrite=self.overwrite or _is_empty(self.out))
+        middle = min(comparison.ratios[1:], key=lambda ratio: abs(ratio - 0.5))
+        grid, overlay = out / "comparison.png", out / "merged_tokens.png"
         save_image(comparison.grid(difference=middle), grid)
         save_image(comparison.overlay(), overlay)
-        rows = self.out / "results.jsonl"
+        rows = out / "results.jsonl"
         write_text(rows, json_lines(asdict(row) for row in comparison.rows))
         return {
             grid: "the images side by side, and where they differ",
@@ -72,29 +79,25 @@ class Demo:
         }
 
 
-def _table(comparison: ImageComparison) -> Table:
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _table(rows: "tuple[RatioSummary, ...]") -> Table:
     table = Table()
-    for title in [
-        "ratio",
-        "tokens",
-        "s / image",
-        "s / step",
-        "speed-up",
-        "peak MiB",
-        "PSNR",
-        "SSIM",
-    ]:
+    titles = ["ratio", "tokens", "s / step", "speed-up", "PSNR", "SSIM"]
+    measured = all(row.peak_mib is not None for row in rows)  # not on a CPU
+    for title in [*titles, *(["peak MiB"] if measured else [])]:
         table.add_column(title, justify="right")
-    base = comparison.rows[0].step_seconds
-    for row in comparison.rows:
-        table.add_row(
+    base = rows[0].step_seconds
+    for row in rows:
+        cells = [
             f"{row.ratio:g}",
             str(row.tokens),
-            f"{row.seconds:.1f}",
-            f"{row.step_seconds:.2f}",
+            f"{row.step_seconds:.3f}",
             f"{base / row.step_seconds:.2f}x",
-            f"{row.peak_mib:.0f}",
             "-" if row.psnr is None else f"{row.psnr:.1f}",
             "-" if row.ssim is None else f"{row.ssim:.3f}",
-        )
+        ]
+        table.add_row(*cells, *([f"{row.peak_mib:.0f}"] if measured else []))
     return table

@@ -1,20 +1,23 @@
 """tomesd eval: what merging costs, and what it does to images."""
 
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from .. import evaluation
-from ..evaluation import Result
-from ..evaluation.results import labels_of, metrics_in
-from ..generation.loading import denoiser
-from .options import MergeOptions, ModelOptions, PromptOptions, SamplingOptions
-from .progress import progress_bar
+from ..files import check_writable
+from .options import ModelOptions, PromptOptions, RatiosOptions, SamplingOptions
+from .progress import about, progress_bar
+
+if TYPE_CHECKING:
+    from .. import evaluation
+    from ..evaluation import Result
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,6 @@ class Eval:
 
     out: Path = Path("evaluation")
     """Folder of the run."""
-    ratios: tuple[float, ...] | None = None
-    """Shares of the tokens to remove: 0.25, 0.5 and 0.75 if not given, or with --settings or
-    --preset what these say."""
     vary: tuple[str, ...] = ()
     """Other settings to try, in all combinations: NAME=VALUE,VALUE ... as in
     --vary max_downsample=1,2 use_rand=true,false"""
@@ -54,9 +54,14 @@ class Eval:
     prompt: PromptOptions = field(default_factory=PromptOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
-    merge: MergeOptions = field(default_factory=MergeOptions)
+    merge: RatiosOptions = field(default_factory=RatiosOptions)
 
     def run(self, console: Console) -> None:
+        self.merge.each()
+        check_writable(self.out, folder=True)
+        from .. import evaluation
+        from ..generation.loading import denoiser
+
         processes = evaluation.Processes(self.model.device)
         if not processes.is_main:
             console = Console(quiet=True)
@@ -72,10 +77,16 @@ class Eval:
             items=items,
             variants=variants,
             batch=self.batch,
+            command=shlex.join(["tomesd", *sys.argv[1:]]),
             **self.sampling.arguments(),
         )
         judges = self._judges(denoiser(pipe).device)
         suffix = "" if processes.count == 1 else f" (1 of {processes.count} processes)"
+
+        def on_estimate(seconds: float, images: int) -> None:
+            words = f"{images} images of {self.sampling.steps} steps to make: {about(seconds)}"
+            console.print(f"{words}, then the scores. Ctrl-C stops; the same command goes on.")
+
         try:
             with progress_bar(console, suffix) as on_progress:
                 results = evaluation.evaluate(
@@ -88,6 +99,7 @@ class Eval:
                     processes=processes,
                     extend=self.extend,
                     on_progress=on_progress,
+                    on_estimate=on_estimate,
                 )
         except KeyboardInterrupt:
             console.print(f"What is made is in {self.out}. The same command goes on with it.")
@@ -96,17 +108,17 @@ class Eval:
             _print(console, results, self.out)
         processes.close()
 
-    def _variants(self, original: ModuleType | None) -> list[evaluation.Variant]:
-        merge = self.merge.checked()
-        if "ratio" in self.merge.given():
-            raise ValueError(f"ratio={merge.ratio:g}: an evaluation takes --ratios")
-        ratios = self.ratios
-        if ratios is None:
-            ratios = (merge.ratio,) if self.merge.base() else (0.25, 0.5, 0.75)
-        vary = evaluation.parse_vary(self.vary)
-        return evaluation.make_variants(ratios, merge, vary, original)
+    def _variants(self, original: ModuleType | None) -> "list[evaluation.Variant]":
+        from .. import evaluation
 
-    def _judges(self, device: Any) -> evaluation.Judges:
+        each = self.merge.each()
+        ratios = [settings.ratio for settings in each]
+        vary = evaluation.parse_vary(self.vary)
+        return evaluation.make_variants(ratios, each[0], vary, original)
+
+    def _judges(self, device: Any) -> "evaluation.Judges":
+        from .. import evaluation
+
         return evaluation.Judges.load(
             device,
             inception=(self.inception or True) if self.sets else None,
@@ -116,7 +128,7 @@ class Eval:
         )
 
 
-def _print(console: Console, results: Sequence[Result], out: Path) -> None:
+def _print(console: Console, results: "Sequence[Result]", out: Path) -> None:
     for table in _tables(results):
         console.print(table, soft_wrap=False)
     console.print("± is half the width of the 95 % confidence interval.")
@@ -126,7 +138,9 @@ def _print(console: Console, results: Sequence[Result], out: Path) -> None:
     console.print(f"{out}: images and numbers. For a page with pictures: tomesd report {out}")
 
 
-def _tables(results: Sequence[Result]) -> list[Table]:
+def _tables(results: "Sequence[Result]") -> list[Table]:
+    from ..evaluation.results import labels_of, metrics_in
+
     labels = labels_of(results)
     tables = []
     for title, of_sets in (("Sets of images", True), ("Single images", False)):
@@ -137,12 +151,13 @@ def _tables(results: Sequence[Result]) -> list[Table]:
                 numbers = (metric.with_margin(result.metrics) for metric in shown)
                 table.add_row(labels[result.variant.name], *numbers)
             tables.append(table)
-    cost = _table("Cost", "s / image", "speed-up", "MiB / image")
+    measured = any(result.peak_mib is not None for result in results)  # not on a CPU
+    cost = _table("Cost", "s / image", "speed-up", *(["MiB / image"] if measured else []))
     for result in results:
         seconds = "-" if result.seconds is None else f"{result.seconds:.3f}"
-        speedup = "-" if result.speedup is None else f"{result.speedup.value:.2f}x"
+        speedup = "-" if result.speedup is None else result.speedup.times_faster()
         memory = "-" if result.peak_mib is None else f"{result.peak_mib:.0f}"
-        cost.add_row(labels[result.variant.name], seconds, speedup, memory)
+        cost.add_row(labels[result.variant.name], seconds, speedup, *([memory] if measured else []))
     return [*tables, cost]
 
 

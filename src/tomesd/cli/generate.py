@@ -3,14 +3,17 @@
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..generation import Sample, sample, save_image
+from ..files import check_writable, read_text, unused
 from ..settings import Settings
 from .options import ImageOptions, MergeOptions, ModelOptions
-from .progress import progress_bar
+from .progress import about, progress_bar
+
+if TYPE_CHECKING:
+    from ..generation import Sample
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Generate:
     """Images per prompt, from consecutive seeds."""
     out: Path = Path("images")
     """Folder for the images."""
+    overwrite: bool = False
+    """Replace images of the same names. Otherwise new ones get a number."""
     sampling: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)
@@ -36,16 +41,26 @@ class Generate:
         prompts = self._prompts()
         if self.images < 1:
             raise ValueError(f"images={self.images}: must be at least 1")
-        merge.warn_if_capped()
-        pipe = self.model.load()
-        for prompt in prompts:
-            for seed in range(merge.seed, merge.seed + self.images):
-                made = self._make(console, pipe, prompt, replace(merge, seed=seed))
-                path = self.out / f"{_slug(prompt)}-{seed}.png"
-                save_image(made.image, path, {"model": self.model.model, **made.metadata})
-                console.print(f"{path}  {made.seconds:.1f} s")
+        check_writable(self.out, folder=True)
+        from ..generation import save_image
 
-    def _make(self, console: Console, pipe: Any, prompt: str, merge: Settings) -> Sample:
+        pipe = self.model.load()
+        seeds = range(merge.seed, merge.seed + self.images)
+        wanted = [(prompt, seed) for prompt in prompts for seed in seeds]
+        written = set[Path]()
+        for number, (prompt, seed) in enumerate(wanted, start=1):
+            made = self._make(console, pipe, prompt, replace(merge, seed=seed))
+            path = self.out / f"{_slug(prompt)}-{seed}.png"
+            path = unused(path, overwrite=self.overwrite and path not in written)
+            written.add(path)
+            save_image(made.image, path, {"model": self.model.model, **made.metadata})
+            left = len(wanted) - number
+            rest = f"  ({left} more: {about(left * made.seconds)})" if left else ""
+            console.print(f"{path}  {made.seconds:.1f} s{rest}")
+
+    def _make(self, console: Console, pipe: Any, prompt: str, merge: Settings) -> "Sample":
+        from ..generation import sample
+
         with progress_bar(console) as on_progress:
             return sample(
                 pipe,
@@ -60,9 +75,7 @@ class Generate:
     def _prompts(self) -> list[str]:
         prompts = list(self.prompt)
         if self.prompt_file is not None:
-            if not self.prompt_file.is_file():
-                raise ValueError(f"prompt_file={str(self.prompt_file)!r}: no such file")
-            lines = self.prompt_file.read_text(encoding="utf-8").splitlines()
+            lines = read_text(self.prompt_file, "prompt_file").splitlines()
             prompts += [line.strip() for line in lines if line.strip()]
         if not prompts:
             raise ValueError("no prompt: give --prompt or --prompt-file")

@@ -1,17 +1,23 @@
 """Options that several commands share."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from .. import presets
-from ..evaluation import Item, load_prompts, make_items
-from ..generation.loading import DEMO_MODEL, Dtype, Offload, load_pipeline
+from ..choices import DEMO_MODEL, Dtype, Offload
 from ..settings import Protect, Schedule, Settings
+
+if TYPE_CHECKING:
+    from ..evaluation import Item
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,27 @@ class MergeOptions(Settings):
         return {} if self.preset is None else presets.preset(self.preset)
 
 
+@dataclass(frozen=True)
+class RatiosOptions(MergeOptions):
+    """How tokens are merged."""
+
+    ratio: tyro.conf.Suppress[float] = 0.5
+    """What `ratios` are instead of."""
+    ratios: Annotated[tuple[float, ...] | None, tyro.conf.arg(aliases=["--ratio"])] = None
+    """Shares of the tokens to remove: 0.25, 0.5 and 0.75 if not given, or with --settings or
+    --preset what these say."""
+
+    def each(self) -> list[Settings]:
+        """The settings with each of the ratios."""
+        merge = self.checked()
+        ratios = self.ratios
+        if ratios is None:
+            ratios = (merge.ratio,) if self.base() else (0.25, 0.5, 0.75)
+        if not ratios:
+            raise ValueError("ratios: there must be at least one")
+        return [replace(merge, ratio=ratio) for ratio in ratios]
+
+
 def named_in(arguments: Iterable[str]) -> frozenset[str]:
     """Names of the options in the words of a command line: `--no-use-rand` names `use_rand`."""
     words = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
@@ -64,6 +91,12 @@ def _schedule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         if info.type == Schedule
         else None
     )
+
+
+@types.primitive_rule
+def _size(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    wanted: Any = Size | None
+    return _words("SIDE|WIDTHxHEIGHT", parse_size) if info.type == wanted else None
 
 
 @types.primitive_rule
@@ -90,6 +123,14 @@ def _word_or_ratios(words: list[str]) -> str | list[Any]:
         return " ".join(words)
 
 
+def parse_size(words: Sequence[str]) -> Size:
+    """`["512"]`, `["768x512"]` or `["768", "512"]`."""
+    sides = [side for word in words for side in word.lower().split("x")]
+    if not 1 <= len(sides) <= 2 or not all(side.isdecimal() for side in sides):
+        raise ValueError("must be the side of a square, as in 512, or width x height: 768x512")
+    return int(sides[0]), int(sides[-1])
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model, and how it runs."""
@@ -112,6 +153,9 @@ class ModelOptions:
     """Keep in GPU memory only what runs: whole models, or layer by layer."""
 
     def load(self) -> Any:
+        from ..generation.loading import load_pipeline, pick_device
+
+        warn_of_dtype(self.dtype, pick_device(self.device).type)
         return load_pipeline(
             self.model,
             config=self.config,
@@ -123,6 +167,17 @@ class ModelOptions:
         )
 
 
+def warn_of_dtype(dtype: str, device: str) -> None:
+    """Says what would otherwise look like a program that hangs."""
+    if dtype == "float16" and device == "cpu":
+        warn("float16 on a CPU can be a hundred times slower than float32, which is the default")
+
+
+def warn(words: str) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True, stderr=True)
+    console.print(f"tomesd: {words}")
+
+
 @dataclass(frozen=True)
 class ImageOptions:
     """How images are made."""
@@ -131,8 +186,9 @@ class ImageOptions:
     """Denoising steps."""
     guidance: float = 5.0
     """How closely to follow the prompt."""
-    size: tuple[int, int] | None = None
-    """Width and height in pixels. The model's own if not given."""
+    size: Size | None = None
+    """Pixels: the side of a square, or width x height as in 768x512. The model's own if not
+    given."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +221,12 @@ class PromptOptions:
     image_seed: int = 0
     """Where the seeds of the noise begin."""
 
-    def items(self, further: int = 0) -> list[Item]:
+    def items(self, further: int = 0) -> "list[Item]":
         """
         Args:
             further: how far the seeds are from where they would begin.
         """
+        from ..evaluation import load_prompts, make_items
+
         prompts = load_prompts(self.prompts, self.count)
         return make_items(prompts, self.images, self.image_seed + further)

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..generation.progress import OnProgress
+if TYPE_CHECKING:
+    from ..generation.progress import OnProgress
 
 _LONGEST = 44
 
 
 @contextmanager
-def progress_bar(console: Console, suffix: str = "") -> Iterator[OnProgress]:
+def progress_bar(console: Console, suffix: str = "") -> "Iterator[OnProgress]":
     """A bar while the block runs; yields what to call with how far things are."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
@@ -26,3 +28,12 @@ def progress_bar(console: Console, suffix: str = "") -> Iterator[OnProgress]:
             progress.update(number, description=short + suffix, completed=done)
 
         yield update
+
+
+def about(seconds: float) -> str:
+    """A time in words, as exact as an estimate is."""
+    for unit, length in (("hour", 3600), ("minute", 60)):
+        if seconds >= 1.5 * length:
+            number = seconds / length
+            return f"about {number:.0f} {unit}s" if number >= 3 else f"about {number:.1f} {unit}s"
+    return f"about {max(1, round(seconds))} s"

@@ -3,16 +3,15 @@
 import os
 import sys
 import warnings
-from dataclasses import replace
-from typing import Annotated, Any
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Annotated, Any, get_args
 
-import torch
+import docstring_parser
 import tyro
 from rich.console import Console
 
 from .. import __version__
-from ..generation import LoadError
-from ..hosts import UnsupportedModelError
 from ..settings import MergeWarning
 from .bench import Bench
 from .demo import Demo
@@ -59,22 +58,38 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # who read it, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write
         return 1
-    except (LoadError, UnsupportedModelError, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         errors.print(f"tomesd: {error}")
         return 2
-    except (torch.OutOfMemoryError, MemoryError):
-        errors.print(
-            "tomesd: out of memory; try a smaller --size, a higher --ratio, --dtype float16 or "
-            "--offload model"
-        )
-        return 1
     except (NothingFoundError, OSError) as error:
         errors.print(f"tomesd: {error}")
         return 1
+    except (RuntimeError, MemoryError) as error:
+        return _tell_failure(errors, error)
+
+
+def _tell_failure(errors: Console, error: Exception) -> int:
+    """One line on what the libraries raised; a fault of the program is raised again."""
+    import torch
+
+    from ..generation import LoadError
+    from ..hosts import UnsupportedModelError
+
+    if isinstance(error, LoadError | UnsupportedModelError):
+        errors.print(f"tomesd: {error}")
+        return 2
+    if not isinstance(error, torch.OutOfMemoryError | MemoryError):
+        raise error
+    errors.print(
+        "tomesd: out of memory; try a smaller --size, a higher --ratio, --dtype float16 or "
+        "--offload model"
+    )
+    return 1
 
 
 def parse(arguments: list[str]) -> Any:
     """The command that the words ask for."""
+    _keep_help_together()
     with types:
         command = tyro.cli(
             _COMMANDS,
@@ -88,12 +103,31 @@ def parse(arguments: list[str]) -> Any:
     return command
 
 
+@cache
+def _keep_help_together() -> None:
+    """Gives tyro the docstring of every option as one line: it would keep the breaks in them."""
+    commands = [get_args(command)[0] for command in get_args(_COMMANDS)]
+    for command in commands:
+        groups = [f.type for f in fields(command) if is_dataclass(f.type)]
+        for options in (command, *groups):
+            parsed = [docstring_parser.parse_from_object(cls) for cls in options.__mro__[-2::-1]]
+            help = {p.arg_name: p.description or "" for one in parsed for p in one.params}
+            options.__annotations__ = {
+                f.name: Annotated[f.type, tyro.conf.arg(help=" ".join(help[f.name].split()))]
+                if f.name in help
+                else f.type
+                for f in fields(options)
+            }
+
+
 def _show_warning(errors: Console) -> Any:
-    before = warnings.showwarning
+    before, said = warnings.showwarning, set[str]()
 
     def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
         if issubclass(category, MergeWarning):
-            errors.print(f"tomesd: {message}")
+            if str(message) not in said:
+                errors.print(f"tomesd: {message}")
+            said.add(str(message))
         elif sys.warnoptions:
             before(message, category, *rest, **more)
 

@@ -2,22 +2,24 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from PIL import Image
 from rich.console import Console
 
-import tomesd
-
-from ..generation import MergeMap, draw_map, map_of_image, record_maps, sample, save_image
+from ..files import check_writable, unused
 from ..settings import Settings
-from .options import ImageOptions, MergeOptions, ModelOptions
+from .options import ImageOptions, MergeOptions, ModelOptions, Size
 from .progress import progress_bar
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from ..generation import MergeMap
 
 
 @dataclass(frozen=True)
 class Show:
-    """Draw which tokens are merged: each slot in its mean colour, outlined; what is kept, as is."""
+    """Draw which tokens are merged: each slot pale, in its mean colour; what is kept, as it is."""
 
     image: Path | None = None
     """A picture to look at, at its own size unless --size is given."""
@@ -29,6 +31,8 @@ class Show:
     """Which level: 1 is full resolution, 2 half of it. The finest that is merged if not given."""
     out: Path = Path("merge_map.png")
     """The picture to write."""
+    overwrite: bool = False
+    """Replace a picture of this name. Otherwise the new one gets a number."""
     sampling: ImageOptions = field(default_factory=ImageOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)
@@ -41,6 +45,9 @@ class Show:
         step = steps // 2 if self.step is None else self.step
         if not 0 <= step < steps:
             raise ValueError(f"step={step}: must be between 0 and {steps - 1}")
+        check_writable(self.out, folder=False)
+        from ..generation import draw_map, map_of_image, save_image
+
         picture = None if self.image is None else _open(self.image)
         pipe = self.model.load()
         if picture is not None:
@@ -50,17 +57,22 @@ class Show:
         else:
             picture, maps = self._make(console, pipe, merge)
             map = self._choose(maps, step)
-        save_image(draw_map(map, picture), self.out)
+        out = unused(self.out, overwrite=self.overwrite)
+        save_image(draw_map(map, picture), out)
         h, w = map.slot.shape
         left = int(map.slot.max()) + 1
         console.print(
-            f"{self.out}  {h}x{w} tokens in {left} slots, at 1/{map.downsample} of the latent, "
+            f"{out}  {h}x{w} tokens in {left} slots, at 1/{map.downsample} of the latent, "
             f"timestep {map.timestep:.0f}"
         )
 
     def _make(
         self, console: Console, pipe: Any, merge: Settings
-    ) -> tuple[Image.Image, list[MergeMap]]:
+    ) -> "tuple[Image.Image, list[MergeMap]]":
+        import tomesd
+
+        from ..generation import record_maps, sample
+
         prompt = str(self.prompt)
         with (
             tomesd.patched(pipe, **asdict(merge)),
@@ -76,7 +88,7 @@ class Show:
             )
         return made.image, maps
 
-    def _choose(self, maps: list[MergeMap], step: int) -> MergeMap:
+    def _choose(self, maps: "list[MergeMap]", step: int) -> "MergeMap":
         levels = sorted({map.downsample for map in maps})
         if not levels:
             raise ValueError("nothing is merged with these options at this size")
@@ -91,14 +103,16 @@ class Show:
         return first[min(step, len(first) - 1)]
 
 
-def _open(path: Path) -> Image.Image:
+def _open(path: Path) -> "Image.Image":
+    from PIL import Image
+
     try:
         return Image.open(path).convert("RGB")
     except (OSError, ValueError) as error:
         raise ValueError(f"image={str(path)!r}: {error}") from error
 
 
-def _fit(pipe: Any, picture: Image.Image, size: tuple[int, int] | None) -> Image.Image:
+def _fit(pipe: Any, picture: "Image.Image", size: Size | None) -> "Image.Image":
     """The picture at a size that the model can take."""
     unit = 8 * pipe.vae_scale_factor
     width, height = size or picture.size

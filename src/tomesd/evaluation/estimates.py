@@ -13,6 +13,9 @@ Array = NDArray[np.float64]
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
+_FEWEST_TIMES = 4
+"""With fewer, no interval would mean much."""
+TOO_FEW = "too few batches to tell how sure"
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,17 @@ class Estimate:
     value: float
     low: float | None = None
     high: float | None = None
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Estimate":
+        numbers = {name: None if v is None else float(v) for name, v in values.items()}
+        return cls(**numbers)  # type: ignore[arg-type]
+
+    def times_faster(self) -> str:
+        """A speed-up in words: with its interval, or with a word if there is none."""
+        if self.low is None or self.high is None:
+            return f"{self.value:.2f}x ({TOO_FEW})"
+        return f"{self.value:.2f}x ({self.low:.2f} to {self.high:.2f})"
 
     def times(self, scale: float) -> "Estimate":
         low, high = (None if end is None else scale * end for end in (self.low, self.high))
@@ -45,7 +59,7 @@ def speedup_estimate(base: Array, merged: Array) -> Estimate:
         return np.median(base, axis=axis) / np.median(merged, axis=axis)
 
     value = float(ratio(base, merged))
-    if len(base) < 2:
+    if len(base) < _FEWEST_TIMES:
         return Estimate(value)
     return Estimate(value, *_bootstrap((base, merged), ratio, method="percentile", paired=True))
 

@@ -4,7 +4,7 @@ from types import ModuleType
 from typing import Any
 
 from ..generation.progress import OnProgress, silent
-from .images import make_images
+from .images import OnEstimate, make_images
 from .needs import need
 from .processes import Processes
 from .results import Result, write_results
@@ -23,6 +23,7 @@ def evaluate(
     processes: Processes | None = None,
     extend: bool = False,
     on_progress: OnProgress = silent,
+    on_estimate: OnEstimate | None = None,
 ) -> list[Result]:
     """Makes and scores the images that a run lacks; returns its table, in the main process.
 
@@ -33,6 +34,7 @@ def evaluate(
         reference: real images for FID and KID, beside the unmerged ones.
         original: tomesd 0.1.3, if the definition has variants of it.
         extend: allow variants that the run did not have when it was started.
+        on_estimate: told how long the images will take, before they are made.
     """
     need("scipy", "torchmetrics")
     processes = processes or Processes()
@@ -41,7 +43,7 @@ def evaluate(
     if processes.is_main:
         definition = run.open(definition, extend=extend)
     definition = processes.from_main(definition)
-    make_images(pipe, run, definition, processes, on_progress, original)
+    make_images(pipe, run, definition, processes, on_progress, original, on_estimate)
     processes.wait()
     sets = [ImageSet.of_variant(run, definition, v, judges) for v in definition.variants]
     if reference is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from types import ModuleType
 from typing import Any
 
@@ -12,11 +13,14 @@ import tomesd
 from ..generation import Sampling, sample_batch, save_image
 from ..generation.loading import denoiser
 from ..generation.progress import OnProgress
-from ..generation.sampling import Batch, image_metadata
+from ..generation.sampling import Batch, estimate_seconds, image_metadata
 from .processes import Processes
 from .prompts import Item
-from .runs import Definition, Run, Task, package_versions
+from .runs import Definition, Run, Task, cpu_name, package_versions
 from .variants import Variant, patched_with
+
+OnEstimate = Callable[[float, int], None]
+"""Called with about how many seconds the images take that are to be made, and their number."""
 
 
 def define(
@@ -28,6 +32,7 @@ def define(
     variants: Sequence[Variant],
     batch: int = 8,
     size: tuple[int, int] | None = None,
+    command: str = "",
     **sampling: Any,
 ) -> Definition:
     """What a run of `pipe` is, which gets the scheduler that is asked for.
@@ -36,6 +41,7 @@ def define(
         model: how `pipe` was loaded.
         prompts: where they are from.
         size: width and height; the model's own if None.
+        command: the line that started it.
         sampling: other fields of `Sampling`.
     """
     if batch < 1:
@@ -49,6 +55,9 @@ def define(
         variants=tuple(variants),
         device=device_name(pipe),
         versions=versions(),
+        dtype=str(denoiser(pipe).dtype).removeprefix("torch."),
+        started=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        command=command,
     )
 
 
@@ -59,6 +68,7 @@ def make_images(
     processes: Processes,
     on_progress: OnProgress,
     original: ModuleType | None = None,
+    on_estimate: OnEstimate | None = None,
 ) -> None:
     """Makes what is missing. May be stopped at any time, and called again.
 
@@ -69,6 +79,9 @@ def make_images(
     # All variants of a batch in one process, one after the other: times that compare.
     mine = [task for task in tasks if task.batch % processes.count == processes.rank]
     total = sum(len(task.missing) for task in mine)
+    if total and on_estimate is not None:
+        seconds = estimate_seconds(pipe, definition.sampling, min(definition.batch, total))
+        on_estimate(len(mine) * seconds, total)
     seen, done = set[int](), 0
     for group in _patched_together(mine, definition):
         variant = definition.variants[group[0].variant]
@@ -149,7 +162,9 @@ def _metadata(pipe: Any, definition: Definition, variant: Variant, item: Item) -
 
 def device_name(pipe: Any) -> str:
     device = denoiser(pipe).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_name() if device.type == "cpu" else str(device.type)
 
 
 def versions() -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from ..files import read_text
 from ..generation import LoadError
 
 HELD_OUT = "held-out"
@@ -101,20 +102,12 @@ def _imagenet_classes() -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    return [line.strip() for line in _text(path).splitlines() if line.strip()]
+    return [line.strip() for line in read_text(path, "prompts").splitlines() if line.strip()]
 
 
 def _column(path: Path, name: str) -> list[str]:
-    rows = list(csv.DictReader(_text(path).splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+    text = read_text(path, "prompts")
+    rows = list(csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
     if not rows or name not in rows[0]:
         raise ValueError(f"prompts={str(path)!r}: has no column {name!r}")
     return [row[name].strip() for row in rows if (row[name] or "").strip()]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"prompts={str(path)!r}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompts={str(path)!r}: is not UTF-8 text") from error

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,13 +9,16 @@ from typing import Any
 
 from PIL import Image
 
+from ..choices import DEMO_MODEL
 from ..files import whole_file, write_text
-from ..generation.loading import DEMO_MODEL
+from ..presets import changed, numbered
+from ..settings import Settings
+from .estimates import TOO_FEW, Estimate
 from .figures import draw_pareto, draw_spread
 from .metrics import QualityMetric, closeness
 from .needs import need
 from .results import Result, labels_of, methods_of, metrics_in, read_results
-from .runs import Record, Run
+from .runs import Definition, Record, Run
 from .scoring import open_image
 from .variants import UNMERGED
 
@@ -24,26 +26,40 @@ _EMBEDDED_SIDE = 512
 """Larger pictures are embedded at this size."""
 
 
-def write_report(run: Run, *, worst: int = 8, typical: int = 4) -> Path:
+def write_report(
+    run: Run, *, worst: int | None = None, typical: int | None = None
+) -> tuple[Path, list[str]]:
     """Writes `report.html` and its plots as PNGs into the folder of a finished run.
 
     Args:
-        worst: how many of the images that merging changed most to show.
-        typical: how many from the middle.
+        worst: how many of the images that merging changed most to show; if None, a quarter of them,
+            and 8 at most.
+        typical: how many from the middle; if None, half as many.
+
+    Returns:
+        The page, and what is missing on it because files are damaged, in a sentence each.
     """
     for name, value in (("worst", worst), ("typical", typical)):
-        if value < 0:
+        if value is not None and value < 0:
             raise ValueError(f"{name}={value}: must be at least 0")
     need("jinja2", "matplotlib")
     definition = run.load()
-    results, images, scoring = read_results(run)
+    results, images, scoring, missing = read_results(run)
     metric = closeness({name for row in images for name in row})
     gallery = _Gallery(run, results, images, metric)
+    if worst is None:
+        worst = min(8, max(1, len(gallery.ranked) // 4))
+    if typical is None:
+        typical = (worst + 1) // 2
+    shown = gallery.cases(gallery.ranked[:worst]), gallery.cases(gallery.middle(worst, typical))
+    missing = missing + gallery.unreadable
     page = _template().render(
         definition=definition,
-        options={**definition.model, **asdict(definition.sampling), "batch": definition.batch},
+        options=_options(definition),
         demo=definition.model.get("model") == DEMO_MODEL,
-        scoring=scoring,
+        scoring={"reference": None, "networks": {}, "resamples": {}, "versions": {}, **scoring},
+        missing=missing,
+        with_memory=any(result.peak_mib is not None for result in results),
         figures=_figures(run, results, images, metric),
         cards=_cards(results, metric),
         baseline=next(r for r in results if r.variant.kind == UNMERGED.kind),
@@ -52,15 +68,16 @@ def write_report(run: Run, *, worst: int = 8, typical: int = 4) -> Path:
         memory=_memory,
         time_factor=_time_factor,
         memory_factor=_memory_factor,
-        worst=gallery.cases(gallery.ranked[:worst]),
-        typical=gallery.cases(gallery.middle(worst, typical)),
+        worst=shown[0],
+        typical=shown[1],
+        all_shown=len(shown[0]) == len(gallery.ranked),
         ranked_by=metric,
         settings=_settings(results),
         flagged=sum(result.flagged for result in results),
     )
     path = run.path / "report.html"
     write_text(path, page)
-    return path
+    return path, missing
 
 
 @dataclass(frozen=True)
@@ -89,11 +106,14 @@ class _Gallery:
         self, run: Run, results: Sequence[Result], images: Sequence[Record], metric: QualityMetric
     ) -> None:
         self.run, self.metric, self.labels = run, metric, labels_of(results)
+        self.unreadable: list[str] = []
+        """What is wrong with pictures that were to be shown."""
         self.variants = [result.variant for result in results]
         self.scores = {(row["variant"], row["index"]): row for row in images}
         by_index: dict[int, list[float]] = {}
+        there = {row["index"] for row in images if row["variant"] == UNMERGED.name}
         for row in images:
-            if row["variant"] != UNMERGED.name:
+            if row["variant"] != UNMERGED.name and metric.name in row and row["index"] in there:
                 by_index.setdefault(row["index"], []).append(row[metric.name])
         self.worst = {
             index: max(values, key=lambda value: metric.sign * value)
@@ -113,9 +133,13 @@ class _Gallery:
         row = self.scores[UNMERGED.name, index]
         pictures = []
         for variant in self.variants:
-            value = self.scores[variant.name, index].get(self.metric.name)
+            value = self.scores.get((variant.name, index), {}).get(self.metric.name)
             score = "" if value is None else f"{self.metric.title} {self.metric.show(value)}"
-            data = _embedded(self.run.image_path(variant, index))
+            try:
+                data = _embedded(self.run.image_path(variant, index))
+            except ValueError as error:
+                self.unreadable.append(str(error))
+                continue
             pictures.append(_Picture(self.labels[variant.name], score, data))
         worst = self.metric.show(self.worst[index])
         return _Case(index, row["prompt"], row["seed"], worst, pictures)
@@ -137,7 +161,7 @@ def _figures(
     labels = labels_of(results)
     values: dict[str, list[float]] = {}
     for row in images:
-        if single.name in row:
+        if single.name in row and row["variant"] in labels:
             values.setdefault(labels[row["variant"]], []).append(row[single.name])
     meaning = "boxes hold half of the images, whiskers reach over 90 % of them"
     title = f"{single.title} of single images"
@@ -166,8 +190,9 @@ def _cards(results: Sequence[Result], metric: QualityMetric) -> list[tuple[str, 
     labels = labels_of(results)
 
     def card(name: str, result: Result) -> tuple[str, str, str]:
-        label = labels[result.variant.name]
-        words = f"{label}: {metric.title} {metric.value(result.metrics)}"
+        assert result.speedup is not None
+        label, sure = labels[result.variant.name], _sureness(result.speedup)
+        words = f"{label}: {metric.title} {metric.value(result.metrics)}. Speed-up: {sure}."
         return name, f"{speed[result.variant.name]:.2f}x", words
 
     fastest = max(merged, key=lambda r: speed[r.variant.name])
@@ -193,10 +218,15 @@ def _time_factor(result: Result) -> tuple[str, str, str]:
     estimate = result.speedup
     if estimate is None:
         return "", "", ""
-    words = _factor(estimate.value, "faster", "slower")
-    if estimate.low is None or estimate.high is None:
-        return *words, ""
-    return *words, f"speed-up {estimate.low:.2f}x to {estimate.high:.2f}x"
+    return *_factor(estimate.value, "faster", "slower"), _sureness(estimate)
+
+
+def _sureness(speedup: Estimate) -> str:
+    """The interval of a speed-up, or that there is none."""
+    if speedup.low is None or speedup.high is None:
+        return TOO_FEW
+    words = f"{speedup.low:.2f}x to {speedup.high:.2f}x"
+    return f"{words}, so it may be none" if speedup.low <= 1 <= speedup.high else words
 
 
 def _memory_factor(baseline: Result, result: Result) -> tuple[str, str]:
@@ -206,13 +236,41 @@ def _memory_factor(baseline: Result, result: Result) -> tuple[str, str]:
 
 
 def _settings(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Label and settings of every variant, as they are given to `apply_patch`."""
+    """Label of every variant, and the line of Python that merges like it."""
     labels = labels_of(results)
     rows = []
     for result in results:
-        words = ", ".join(f"{name}={value!r}" for name, value in result.variant.settings.items())
-        rows.append((labels[result.variant.name], words or "no merging"))
+        variant = result.variant
+        settings = {name: numbered(value) for name, value in variant.settings.items()}
+        if variant.kind == "merged":
+            settings = changed(Settings(**settings))
+        words = ", ".join(["pipe", *(f"{name}={value!r}" for name, value in settings.items())])
+        line = "no merging" if variant.kind == UNMERGED.kind else f"tomesd.apply_patch({words})"
+        rows.append((labels[variant.name], line))
     return rows
+
+
+def _options(definition: Definition) -> dict[str, str]:
+    """How the images were made, in words."""
+    sampling = asdict(definition.sampling)
+    size = f"{sampling.pop('width')} x {sampling.pop('height')}"
+    known = {
+        "command": definition.command,
+        "started": definition.started,
+        "device": definition.device,
+        **{name: value for name, value in definition.model.items() if name != "dtype"},
+        "dtype": definition.dtype or definition.model.get("dtype"),
+        "size": size,
+        **sampling,
+        "batch": definition.batch,
+        "prompts": definition.prompts,
+    }
+    words = {True: "yes", False: "no"}
+    return {
+        name.replace("_", " "): words[value] if isinstance(value, bool) else str(value)
+        for name, value in known.items()
+        if value not in (None, "")
+    }
 
 
 def _embedded(path: Path) -> str:
@@ -238,5 +296,4 @@ def _template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.get_template("report.html")

@@ -1,14 +1,15 @@
 """From the scores of images to the rows of a table."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from ..files import json_lines, read_json_lines, write_text
+from ..files import json_lines, write_text
 from ..generation.progress import OnProgress
 from .distances import FID_RESAMPLES
 from .estimates import CONFIDENCE, RESAMPLES, Array, Estimate, mean_estimate, speedup_estimate
@@ -16,6 +17,8 @@ from .metrics import METRICS, QualityMetric
 from .runs import Definition, Record, Run, package_versions
 from .scoring import Arrays, ImageSet, Judges, Reference, read_scores
 from .variants import UNMERGED, Variant
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Result:
     speedup: Estimate | None
     """Against no merging."""
     peak_mib: float | None
-    """Per image: the highest of the batches, beyond what was in use before."""
+    """Per image: the highest of the batches, beyond what was in use before. None on a CPU."""
     flagged: int
     """Images that the model's safety checker has blacked out."""
     metrics: dict[str, Estimate]
@@ -39,20 +42,75 @@ class Result:
     def from_json(cls, row: dict[str, Any]) -> "Result":
         row = dict(row)
         row["variant"] = Variant(**row["variant"])
-        row["speedup"] = None if row["speedup"] is None else Estimate(**row["speedup"])
-        row["metrics"] = {name: Estimate(**values) for name, values in row["metrics"].items()}
+        row["speedup"] = None if row["speedup"] is None else Estimate.from_json(row["speedup"])
+        metrics = row["metrics"].items()
+        row["metrics"] = {name: Estimate.from_json(values) for name, values in metrics}
         return cls(**row)
 
 
-def read_results(run: Run) -> tuple[list[Result], list[Record], dict[str, Any]]:
-    """The rows, the images, and what they were scored with."""
+class Findings(NamedTuple):
+    """The results of a run, as far as they can be read."""
+
+    results: list[Result]
+    images: list[Record]
+    """One for each image of each variant."""
+    scoring: dict[str, Any]
+    """What the images were scored with; empty if that cannot be read."""
+    missing: list[str]
+    """What cannot be read, or is not there, in a sentence each."""
+
+
+def read_results(run: Run) -> Findings:
+    """What is sound of the results, and a word on what is not."""
     names = ("results.jsonl", "images.jsonl", "scoring.json")
     for name in names:
         if not (run.path / name).is_file():
             raise ValueError(f"there is no {name} in {run.path}: has tomesd eval finished?")
     rows, images, about = (run.path / name for name in names)
-    results = [Result.from_json(row) for row in read_json_lines(rows)]
-    return results, read_json_lines(images), json.loads(about.read_text(encoding="utf-8"))
+    missing: list[str] = []
+    results = _sound(rows, Result.from_json, missing)
+    if not any(result.variant.kind == UNMERGED.kind for result in results):
+        told = f" ({'; '.join(missing)})" if missing else ""
+        raise ValueError(f"{rows} has no row of the unmerged images to compare with{told}")
+    scored = _sound(images, _checked_record, missing)
+    definition = run.load()
+    there = {result.variant.name for result in results}
+    for name in (variant.name for variant in definition.variants):
+        count = sum(record["variant"] == name for record in scored)
+        if name not in there:
+            missing.append(f"the row of {name} is missing in {rows.name}")
+        elif count < len(definition.items):
+            missing.append(
+                f"{len(definition.items) - count} of {len(definition.items)} images of {name} are "
+                f"missing in {images.name}"
+            )
+    scoring: dict[str, Any] = {}
+    try:
+        scoring = json.loads(about.read_text(encoding="utf-8"))
+    except ValueError:
+        missing.append(f"{about} is damaged: what scored the images is not known")
+    return Findings(results, [r for r in scored if r["variant"] in there], scoring, missing)
+
+
+def _checked_record(row: dict[str, Any]) -> Record:
+    scores = {m.name: float(row[m.name]) for m in METRICS if m.name in row}
+    named = {"prompt": str(row["prompt"]), "variant": str(row["variant"]), "seed": int(row["seed"])}
+    return {**row, **scores, **named, "index": int(row["index"])}
+
+
+def _sound(path: Path, read: Callable[[dict[str, Any]], _T], missing: list[str]) -> list[_T]:
+    """What can be read of a file; adds to `missing` which lines cannot."""
+    found, damaged = [], []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(read(json.loads(line)))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            damaged.append(str(number))
+    if damaged:
+        lines_are = "line" if len(damaged) == 1 else "lines"
+        missing.append(f"{path}, {lines_are} {', '.join(damaged)}: damaged, left out")
+    return found
 
 
 def write_results(
@@ -64,7 +122,7 @@ def write_results(
 ) -> list[Result]:
     """Makes the table of a run whose images are all made and scored. Calls no network."""
     records = run.records()
-    base_times = _times(records, UNMERGED, definition.batch)
+    times = _times_of_all(records, definition)
     unmerged = ImageSet.of_variant(run, definition, UNMERGED, judges)
     compared_with = {"unmerged": read_scores(run, unmerged, judges)}
     if reference is not None:
@@ -78,9 +136,8 @@ def write_results(
         if variant.kind == UNMERGED.kind:
             del others["unmerged"]  # no set is compared with itself
         metrics = _metrics(judges, scores, others)
-        times = _times(records, variant, definition.batch)
         of_variant = {i: r for (name, i), r in records.items() if name == variant.name}
-        rows.append(_result(variant, definition, metrics, of_variant, times, base_times))
+        rows.append(_result(variant, definition, metrics, of_variant, times))
         image_rows += _image_rows(variant, definition, scores, of_variant)
     write_text(run.path / "images.jsonl", json_lines(image_rows))
     write_text(run.path / "scoring.json", json.dumps(_about(judges, reference), indent=1) + "\n")
@@ -116,19 +173,37 @@ def _times(
     return {record["batch"]: record["seconds"] / record["images"] for record in timed}
 
 
+def _times_of_all(
+    records: dict[tuple[str, int], Record], definition: Definition
+) -> dict[str, dict[int, float]]:
+    """By variant: seconds per image of the batches that were timed with all of them, if any were.
+
+    A speed-up is then what the seconds beside it say.
+    """
+    times = {v.name: _times(records, v, definition.batch) for v in definition.variants}
+    common = set.intersection(*(set(found) for found in times.values()))
+    if not common:
+        return times
+    return {name: {batch: found[batch] for batch in common} for name, found in times.items()}
+
+
 def _result(
     variant: Variant,
     definition: Definition,
     metrics: dict[str, Estimate],
     records: dict[int, Record],
-    times: dict[int, float],
-    base_times: dict[int, float],
+    all_times: dict[str, dict[int, float]],
 ) -> Result:
+    times, base_times = all_times[variant.name], all_times[UNMERGED.name]
     both = sorted(times.keys() & base_times.keys())
     speedup = None
     if both and variant.kind != UNMERGED.kind:
         speedup = speedup_estimate(_array(base_times, both), _array(times, both))
-    peaks = [record["peak_mib"] / record["images"] for record in records.values()]
+    peaks = [
+        record["peak_mib"] / record["images"]
+        for record in records.values()
+        if record["peak_mib"] is not None
+    ]
     return Result(
         variant=variant,
         images=len(definition.items),

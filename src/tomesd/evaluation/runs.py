@@ -9,10 +9,14 @@ images.jsonl, results.jsonl    per image and per variant, written at the end
 
 import json
 import os
+import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..files import append_json_line, read_json_lines, write_text
 from ..generation import Sampling
@@ -36,6 +40,11 @@ class Definition:
     variants: tuple[Variant, ...]
     device: str
     versions: dict[str, str]
+    dtype: str = ""
+    started: str = ""
+    """Date and time."""
+    command: str = ""
+    """The line that started it, if a command did."""
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **json.loads(json.dumps(asdict(self)))}
@@ -147,7 +156,7 @@ def _refuse_changes(path: Path, before: Definition, wanted: Definition) -> None:
     for name in ("model", "sampling", "versions"):
         for key in old[name].keys() | new[name].keys():
             _refuse(path, key, old[name].get(key), new[name].get(key))
-    for key in ("batch", "device"):
+    for key in ("batch", "device", "dtype"):
         _refuse(path, key, old[key], new[key])
     _refuse(path, "number of images", len(old["items"]), len(new["items"]))
     for one, other in zip(old["items"], new["items"], strict=True):
@@ -166,6 +175,17 @@ def _refuse(path: Path, name: str, was: Any, now: Any) -> None:
             f"{path} was started with {name} = {was!r}, and this is {name} = {now!r}: take another "
             "folder, or give the options that it was started with"
         )
+
+
+def cpu_name() -> str:
+    """The name that the processor gives itself, and how many threads are used of it."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = next(iter(named), name)
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def package_versions(*packages: str) -> dict[str, str]:

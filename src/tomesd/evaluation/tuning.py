@@ -124,6 +124,8 @@ class SideBySide:
         self.pipe, self.sampling, self.lpips = pipe, sampling, lpips
         self.batches = [items[i : i + batch] for i in range(0, len(items), batch)]
         self.images, self.repeats, self.on_call = len(items), repeats, on_call
+        self.calls = len(self.batches) * (1 + 2 * repeats)
+        """Calls of the pipeline in a measurement."""
         self._unmerged: list[torch.Tensor] | None = None
 
     def measure(self, options: Mapping[str, Any]) -> Measurement:
@@ -131,7 +133,7 @@ class SideBySide:
         if self._unmerged is None:  # it is the warm-up too
             self._unmerged = [self._run(batch, None)[0] for batch in self.batches]
         scores: dict[str, list[float]] = {}
-        calls, done = len(self.batches) * (1 + 2 * self.repeats), 0
+        calls, done = self.calls, 0
         # The first images with new settings are slow: they are looked at, but not timed.
         for batch, unmerged in zip(self.batches, self._unmerged, strict=True):
             merged, _ = self._run(batch, options)
@@ -178,6 +180,8 @@ def search(
     seed: int = 0,
     on_progress: OnProgress = silent,
     log: Log = lambda line: None,
+    known: Mapping[str, Measurement] | None = None,
+    on_interrupt: Callable[[int], None] = lambda trials: None,
 ) -> list[Measurement]:
     """Measures `trials` different settings: `first`, then what a sampler makes of the results.
 
@@ -186,6 +190,8 @@ def search(
     Args:
         fixed: options of every proposal.
         log: called with what is known of each trial.
+        known: measurements of an earlier search, by `key_of` their options: not made again.
+        on_interrupt: told how many trials were done when Ctrl-C ended it.
     """
     from optuna.trial import TrialState
 
@@ -199,10 +205,10 @@ def search(
             proposed = trial.user_attrs.get("options", proposed)
             try:
                 options = changed(Settings(**proposed))
-                key = json.dumps(options, sort_keys=True)
+                key = key_of(options)
                 if key not in seen:
                     on_progress(_words(options), len(seen), trials)
-                    seen[key] = measure(options)
+                    seen[key] = (known or {}).get(key) or measure(options)
                     log({"trial": len(seen), **vars(seen[key])})
             except ValueError as error:  # these do not go together, or not with this model
                 refusal = error
@@ -216,9 +222,14 @@ def search(
     except KeyboardInterrupt:
         if not seen:
             raise
+        on_interrupt(len(seen))
     if refusal is not None and not seen:
         raise refusal
     return list(seen.values())
+
+
+def key_of(options: Options) -> str:
+    return json.dumps(options, sort_keys=True)
 
 
 def _study(space: Sequence[Choice], first: Sequence[Options], seed: int) -> Any:

@@ -1,40 +1,42 @@
 """The same images with and without merging, side by side, with what they cost."""
 
 import itertools
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageChops, ImageDraw, ImageFont
-from torchmetrics.functional.image import (
-    peak_signal_noise_ratio,
-    structural_similarity_index_measure,
-)
+from torch import nn
 
 import tomesd
 
 from ..grids import cells_of, removable
 from ..settings import Settings
+from .loading import denoiser
 from .maps import MergeMap, draw_map, record_maps
 from .progress import OnProgress, silent
 from .sampling import Sample, sample
 
+_TURNS = 7
+"""How many times to take the time of a step."""
 _AMPLIFY = 4
 """How much the picture of differences is brightened."""
 
 
 @dataclass(frozen=True)
 class RatioSummary:
-    """Means over the prompts for one ratio."""
+    """One ratio: what a step takes, and means over the prompts."""
 
     ratio: float
-    seconds: float
-    """Of one image."""
     step_seconds: float
-    """Of the fastest step. Speed-ups are taken from this, since it is the least disturbed."""
-    peak_mib: float
+    """Of one call of the denoising model: the median of a few. The ratios take turns."""
+    peak_mib: float | None
+    """None on a CPU."""
     tokens: int
     """Tokens that the merged layers work on."""
     psnr: float | None
@@ -89,10 +91,7 @@ def compare(
     """
     settings = settings or Settings()
     ratios = (0.0, *ratios)
-    total = len(prompts) * len(ratios) * steps
-    # The first images of a process are slow, merged or not: their time would be no comparison.
-    for ratio in (0.0, _middle(ratios)):
-        sample(pipe, prompts[0], replace(settings, ratio=ratio), steps=1, **options)
+    total = len(prompts) * len(ratios) * steps + len(ratios) * (1 + _TURNS)
     samples: list[list[Sample]] = [[] for _ in prompts]
     maps: list[MergeMap] = []
     for number, (prompt, ratio) in enumerate(itertools.product(prompts, ratios)):
@@ -106,24 +105,84 @@ def compare(
         if not maps and ratio == _middle(ratios):
             with tomesd.patched(pipe, **asdict(merge)), record_maps(pipe) as maps:
                 one = sample(pipe, prompt, **made)
+        elif number == 0:
+            with _call_of_step(denoiser(pipe), steps // 3) as step:
+                one = sample(pipe, prompt, merge, **made)
         else:
             one = sample(pipe, prompt, merge, **made)
         samples[number // len(ratios)].append(one)
-    rows = _summaries(pipe, settings, ratios, list(zip(*samples, strict=True)))
+    seconds = _take_turns(
+        pipe, [replace(settings, ratio=ratio) for ratio in ratios], step, on_progress, total
+    )
+    rows = _summaries(pipe, settings, ratios, list(zip(*samples, strict=True)), seconds)
     images = tuple(tuple(one.image for one in row) for row in samples)
     return ImageComparison(tuple(prompts), ratios, images, rows, _three(maps))
 
 
+@contextmanager
+def _call_of_step(model: nn.Module, number: int) -> Iterator[list[Any]]:
+    """Keeps the arguments of the call of this number, or of the last one if there are fewer."""
+    kept: list[Any] = []
+    calls = itertools.count()
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if next(calls) <= number:
+            kept[:] = [args, kwargs]
+
+    handle = model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def _take_turns(
+    pipe: Any,
+    each: Sequence[Settings],
+    call: Sequence[Any],
+    on_progress: OnProgress,
+    total: int,
+) -> list[float]:
+    """Seconds of one call of the model with each of the settings, the median of a few.
+
+    They take turns, so that what else the machine does meets all of them.
+
+    Args:
+        call: its arguments, and those by name.
+    """
+    model, (args, kwargs) = denoiser(pipe), call
+    seconds: list[list[float]] = [[] for _ in each]
+    for turn, place in itertools.product(range(1 + _TURNS), range(len(each))):
+        on_progress("taking times", total - (_TURNS + 1 - turn) * len(each) + place, total)
+        with tomesd.patched(pipe, **asdict(each[place])):
+            _wait_for(model.device)
+            start = time.perf_counter()
+            model(*args, **kwargs)
+            _wait_for(model.device)
+            seconds[place].append(time.perf_counter() - start)
+    return [statistics.median(found[1:]) for found in seconds]  # the first was the warm-up
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _summaries(
-    pipe: Any, settings: Settings, ratios: Sequence[float], samples: Sequence[Sequence[Sample]]
+    pipe: Any,
+    settings: Settings,
+    ratios: Sequence[float],
+    samples: Sequence[Sequence[Sample]],
+    seconds: Sequence[float],
 ) -> tuple[RatioSummary, ...]:
     """Of samples by ratio, the unmerged ones first."""
     width, height = samples[0][0].image.size
     h, w = tomesd.describe(pipe, height, width).parts[0].levels[0].grid
     cells = cells_of(settings, h, w)
     return tuple(
-        _summary(ratio, made, samples[0], h * w - removable(settings, cells, ratio))
-        for ratio, made in zip(ratios, samples, strict=True)
+        _summary(ratio, step, made, samples[0], h * w - removable(settings, cells, ratio))
+        for ratio, step, made in zip(ratios, seconds, samples, strict=True)
     )
 
 
@@ -138,8 +197,13 @@ def _middle(ratios: Sequence[float]) -> float:
 
 
 def _summary(
-    ratio: float, made: Sequence[Sample], base: Sequence[Sample], tokens: int
+    ratio: float, seconds: float, made: Sequence[Sample], base: Sequence[Sample], tokens: int
 ) -> RatioSummary:
+    from torchmetrics.functional.image import (  # slow to import
+        peak_signal_noise_ratio,
+        structural_similarity_index_measure,
+    )
+
     pairs = [
         (_tensor(one.image), _tensor(other.image)) for one, other in zip(made, base, strict=True)
     ]
@@ -151,10 +215,9 @@ def _summary(
         )
     return RatioSummary(
         ratio,
-        seconds=float(np.mean([one.seconds for one in made])),
-        step_seconds=min(one.step_seconds for one in made),
-        # All need the same; what is recorded of one, and what the C library keeps, comes on top.
-        peak_mib=min(one.peak_mib for one in made),
+        step_seconds=seconds,
+        # All need the same; what is recorded of one comes on top.
+        peak_mib=min((one.peak_mib for one in made if one.peak_mib is not None), default=None),
         tokens=tokens,
         psnr=psnr,
         ssim=ssim,

@@ -4,15 +4,11 @@ import json
 import logging
 import pickle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-DEMO_MODEL = "demo"
-"""Name of the embedded model."""
-
-Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-Offload = Literal["none", "model", "sequential"]
+from ..choices import DEMO_MODEL, Dtype, Offload
 
 
 class LoadError(RuntimeError):

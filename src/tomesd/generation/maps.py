@@ -117,26 +117,27 @@ def map_of_image(
 
 
 def draw_map(map: MergeMap, image: Image.Image) -> Image.Image:
-    """The picture as its slots see it: each in the mean colour of its tokens, with its border.
+    """The picture as its slots see it: each in the mean colour of its tokens, and paler.
 
-    Tokens that stayed alone are drawn as they are, without a border; so what is flat and outlined
-    was merged, and what looks like the picture was kept.
+    Tokens that stayed alone are drawn as they are, and no line crosses them: what is pale was
+    merged, with thin white lines between the slots, and what looks like the picture was kept.
 
     Args:
         image: the picture that the tokens belong to, of any size.
     """
     h, w = map.slot.shape
-    scale = max(6, image.width // w)  # pixels per token
+    scale = max(8, image.width // w)  # pixels per token
     tokens = _token_colors(image, h, w)
     slot = map.slot.ravel()
     count = np.bincount(slot)
     flat = tokens.reshape(-1, 3)
     mean = np.stack([np.bincount(slot, flat[:, c]) / count for c in range(3)], axis=1)[slot]
-    canvas = np.kron(mean.reshape(h, w, 3), np.ones((scale, scale, 1)))
+    canvas = np.kron(_paler(mean, 0.35).reshape(h, w, 3), np.ones((scale, scale, 1)))
     original = np.asarray(image.convert("RGB").resize((w * scale, h * scale)), dtype=float)
     alone = np.kron(map.members == 1, np.ones((scale, scale), dtype=bool))
     canvas[alone] = original[alone]
-    canvas[_borders(map.slot, map.members, scale)] *= 0.35
+    lines = _borders(map.slot, map.members, scale)
+    canvas[lines] = _paler(canvas[lines], 0.6)
     return Image.fromarray(canvas.round().clip(0, 255).astype(np.uint8))
 
 
@@ -145,13 +146,18 @@ def _token_colors(image: Image.Image, h: int, w: int) -> NDArray[np.float64]:
     return np.asarray(small, dtype=float)
 
 
+def _paler(colors: NDArray[Any], share: float) -> NDArray[Any]:
+    """Colours with this share of white."""
+    return (1 - share) * colors + share * 255
+
+
 def _borders(slot: NDArray[np.int64], members: NDArray[np.int64], scale: int) -> NDArray[np.bool_]:
-    """Pixels on the line between a merged token and a neighbour in another slot."""
+    """Pixels on the line between merged tokens that are neighbours in different slots."""
     h, w = slot.shape
     lines = np.zeros((h * scale, w * scale), dtype=bool)
     merged = members > 1
-    right = (slot[:, 1:] != slot[:, :-1]) & (merged[:, 1:] | merged[:, :-1])
-    below = (slot[1:] != slot[:-1]) & (merged[1:] | merged[:-1])
+    right = (slot[:, 1:] != slot[:, :-1]) & merged[:, 1:] & merged[:, :-1]
+    below = (slot[1:] != slot[:-1]) & merged[1:] & merged[:-1]
     across, down = np.ones((scale, 1), dtype=bool), np.ones((1, scale), dtype=bool)
     lines[:, scale - 1 : -1 : scale] |= np.kron(right, across)
     lines[scale - 1 : -1 : scale] |= np.kron(below, down)

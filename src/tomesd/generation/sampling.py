@@ -6,10 +6,11 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from PIL import Image, PngImagePlugin
 
@@ -58,8 +59,8 @@ class Batch:
     seconds: float
     step_seconds: float
     """The fastest step: what a step takes when nothing else gets in its way."""
-    peak_mib: float
-    """Memory in use at the highest point, beyond what was in use before."""
+    peak_mib: float | None
+    """Memory in use at the highest point, beyond what was in use before. None on a CPU."""
     flagged: tuple[bool, ...]
     """Which ones the model's safety checker has blacked out."""
 
@@ -71,7 +72,7 @@ class Sample:
     image: Image.Image
     seconds: float
     step_seconds: float
-    peak_mib: float
+    peak_mib: float | None
     metadata: dict[str, Any]
     """All it takes to make the image again."""
 
@@ -122,6 +123,13 @@ def sample_batch(
         seconds = time.perf_counter() - start
     flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(prompts)
     return Batch(tuple(output.images), seconds, fastest, peak[0], tuple(map(bool, flagged)))
+
+
+def estimate_seconds(pipe: Any, sampling: Sampling, images: int = 1) -> float:
+    """About what so many images at a time take, from one step that is timed."""
+    short = replace(sampling, steps=min(2, sampling.steps))  # the first step has the prompt in it
+    made = sample_batch(pipe, [""] * images, range(images), short)
+    return made.seconds + (sampling.steps - short.steps) * made.step_seconds
 
 
 @torch.no_grad()
@@ -205,12 +213,35 @@ def _checked_size(pipe: Any, size: tuple[int, int] | None) -> tuple[int, int]:
         side = getattr(pipe, "default_sample_size", None) or denoiser(pipe).config.sample_size
         height, width = (side, side) if isinstance(side, int) else side
         return width * scale, height * scale
+    check_size(pipe, size)
+    need, there = least_bytes(pipe, size), psutil.virtual_memory().total
+    if denoiser(pipe).device.type == "cpu" and need > there:  # on a GPU, it is an error later
+        raise ValueError(
+            f"size={size[0]}x{size[1]}: needs at least {need / 2**30:,.0f} GiB, and this machine "
+            f"has {there / 2**30:,.0f} GiB"
+        )
+    return size
+
+
+def check_size(pipe: Any, size: tuple[int, int]) -> None:
+    """Refuses a width and height that the model cannot take."""
+    scale = getattr(pipe, "vae_scale_factor", 8)
     for name, value in zip(("width", "height"), size, strict=True):
         if value < 8 * scale or value % (2 * scale):
             raise ValueError(
                 f"{name}={value}: must be a multiple of {2 * scale} and at least {8 * scale}"
             )
-    return size
+
+
+def least_bytes(pipe: Any, size: tuple[int, int], images: int = 1, *, decode: bool = True) -> int:
+    """What the features of the first layer take, or of the last of the decoder, in and out."""
+    model, scale = denoiser(pipe), getattr(pipe, "vae_scale_factor", 8)
+    pixels = size[0] * size[1] * images
+    channels = model.config.get("block_out_channels", [1])[0] / scale**2
+    if decode:
+        config = getattr(getattr(pipe, "vae", None), "config", {})
+        channels = max(channels, config.get("block_out_channels", [1])[0])
+    return int(2 * channels * pixels * model.dtype.itemsize)
 
 
 def image_metadata(pipe: Any, prompt: str, seed: int, sampling: Sampling) -> dict[str, Any]:

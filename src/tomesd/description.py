@@ -96,8 +96,8 @@ class Description:
 
 def describe(
     model: Any,
-    height: int = 512,
-    width: int = 512,
+    height: int | None = None,
+    width: int | None = None,
     num_frames: int | None = None,
     *,
     batch: int = 2,
@@ -110,12 +110,15 @@ def describe(
 
     Args:
         model: as in `apply_patch`, patched or not.
-        height, width: of the image, in pixels.
+        height, width: of the image, in pixels; the model's own if None, or 512 if it names none.
         num_frames: of a video; a few if None. Models of images ignore it.
         batch: of one call of the model; guidance runs conditional and unconditional as 2.
         inputs: keyword arguments of the model's forward, for models whose inputs we cannot make up.
     """
     scale = _first_int(model, _SPATIAL, 8)
+    own = _own_size(model)
+    height = own[0] * scale if height is None else height
+    width = own[1] * scale if width is None else width
     least = {"height": scale, "width": scale, "num_frames": 1}
     for name, value in (("height", height), ("width", width), ("num_frames", num_frames or 1)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least[name]:
@@ -155,6 +158,17 @@ _TEMPORAL = (
 def _first_int(model: Any, names: tuple[str, ...], otherwise: int) -> int:
     found = (getattr(model, name, None) for name in names)
     return next((value for value in found if isinstance(value, int)), otherwise)
+
+
+def _own_size(model: Any) -> tuple[int, int]:
+    """Height and width of the latent that a model is made for; 64 if it does not say."""
+    denoisers = (getattr(model, name, None) for name in ("unet", "transformer"))
+    sides = [getattr(model, "default_sample_size", None)]
+    for part in (model, *denoisers):
+        sides.append(getattr(getattr(part, "config", None), "sample_size", None))
+    side = next((side for side in sides if side), 64)
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    return int(height), int(width)
 
 
 def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inputs: Any) -> Part:

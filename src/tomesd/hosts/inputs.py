@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .inputs_comfy import comfy_inputs
+from .names import is_comfy
+
 __all__ = ["example_inputs"]
 
 _TEXT_TOKENS = 77
@@ -43,6 +46,8 @@ def example_inputs(
         frames: latent frames of a video; models of images ignore it.
         text: tokens of text for a transformer; as many as its pipeline makes, if None.
     """
+    if is_comfy(module) and (inputs := comfy_inputs(module, size, batch, frames, text)) is not None:
+        return inputs
     for cls in type(module).__mro__:
         if cls.__name__ in _BUILDERS:
             return _BUILDERS[cls.__name__](module, size, batch)

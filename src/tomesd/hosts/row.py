@@ -20,6 +20,7 @@ from .layouts import (
     from_qwen,
     from_video,
 )
+from .layouts_comfy import from_comfy_image, from_comfy_video
 from .names import parameters
 
 __all__ = ["Blocks", "Transformer"]
@@ -36,8 +37,8 @@ _UNET_OPTIONS = (
 """Options that mean nothing on a transformer, and what they are when they are not used."""
 
 
-_OF_VIDEOS = (from_video, from_hunyuan_video, from_cogvideox, from_ltx)
-_WITH_REFERENCES = (from_ids, from_flux2, from_qwen)
+_OF_VIDEOS = (from_video, from_hunyuan_video, from_cogvideox, from_ltx, from_comfy_video)
+_WITH_REFERENCES = (from_ids, from_flux2, from_qwen, from_comfy_image)
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,21 @@ class Blocks:
     """Whether something needs all tokens between the blocks, so that each merges by itself."""
     attention: str = ""
     """Self-attention of a block, if it takes image tokens only, and can merge on its own."""
+    in_place: bool = False
+    names: tuple[str, ...] = ()
+    """Parameters of a block, where its forward does not name them."""
 
     def tokens(self, block: nn.Module) -> Tokens:
-        names = tuple(parameters(block))
+        names = self.names or tuple(parameters(block))
         return Tokens(
-            names, self.input, self.output, self.joint, self.text, self.along, self.refused
+            names,
+            self.input,
+            self.output,
+            self.joint,
+            self.text,
+            self.along,
+            self.refused,
+            self.in_place,
         )
 
 

@@ -129,7 +129,8 @@ class Member(_AnyBlock):
             patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
             return inner(*args, **kwargs)
         region = self._open(scope, module, args, kwargs)
-        args, kwargs = self.tokens.replaced({self.tokens.input: region.merged}, args, kwargs)
+        merged = region.merged.clone() if self.tokens.in_place else region.merged
+        args, kwargs = self.tokens.replaced({self.tokens.input: merged}, args, kwargs)
         output = self.tokens.call(inner, region.along, args, kwargs)
         if self.first and not self.last and not scope.call.apart:
             scope.region = region

@@ -77,6 +77,8 @@ class Tokens:
     along: tuple[Along, ...] = ()
     refused: tuple[str, ...] = ()
     """Arguments that line up with the tokens and cannot be cut."""
+    in_place: bool = False
+    """Whether the module writes into the tokens it is given."""
 
     def get(self, name: str, args: tuple, kwargs: dict) -> Any:
         place = self.names.index(name)

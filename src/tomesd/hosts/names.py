@@ -15,8 +15,8 @@ def class_names(module: nn.Module) -> list[str]:
 
 
 def is_comfy(module: nn.Module) -> bool:
-    """Whether the module's class is ComfyUI's, which has some of the names that diffusers has."""
-    return type(module).__module__.startswith("comfy.")
+    """Whether it is a network of ComfyUI's, which have some of the names that diffusers has."""
+    return type(module).__module__.startswith("comfy.ldm.")
 
 
 def parameters(module: nn.Module, method: str = "forward") -> list[str]:

@@ -1,0 +1,130 @@
+"""Inputs of the nodes from the options of tomesd, and options from what inputs are set to."""
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import folder_paths
+
+import tomesd
+from tomesd.presets import PRESETS, preset
+
+__all__ = ["AUTO", "INPUTS", "SETTINGS", "fingerprint", "load", "options", "settings_files"]
+
+AUTO = "auto"
+"""Of a list: the option is not given. Of numbers, -1 and all below 0 say that."""
+SETTINGS = "TOMESD_SETTINGS"
+"""The type of what a settings file holds."""
+
+# ComfyUI saves inputs by their place in this list: add to its end only.
+_NAMES = (
+    *("ratio", "start", "end", "target", "when", "selector", "metric", "share", "refresh"),
+    *("window", "sx", "sy", "st", "use_rand", "max_downsample", "merge_attn", "merge_crossattn"),
+    *("merge_mlp", "proportional", "reference_ratio", "schedule", "ratio_end", "tau", "protect"),
+    *("protect_share", "depth_from", "depth_to", "backend"),
+)
+_SHOWN = ("ratio", "start", "end", "target", "when")
+_DEPTH = ("depth_from", "depth_to")
+_YES_NO = ("yes", "no")
+_PRESET = (
+    "Settings that have been measured. What is set besides wins. Transformers (Flux, SD3, Qwen, "
+    "Wan, Z-Image) take no preset but 'fast'."
+)
+
+Input = tuple[Any, dict[str, Any]]
+"""As ComfyUI has it: a type or a list of words, and what else is known."""
+
+
+def _inputs() -> dict[str, Input]:
+    found: dict[str, Input] = {"preset": _choices([*PRESETS], "none", tooltip=_PRESET)}
+    documentation = _documentation()
+    return found | {name: _input(name, documentation) for name in _NAMES}
+
+
+def _input(name: str, documentation: dict[str, str]) -> Input:
+    field = "depth" if name in _DEPTH else name
+    about: dict[str, Any] = {"tooltip": documentation[field].replace("`None`", AUTO)}
+    if name not in _SHOWN:
+        about["advanced"] = True  # behind a button
+    hint = get_type_hints(tomesd.Settings)[field]
+    kinds = get_args(hint) or (hint,)
+    words = [word for kind in kinds for word in (get_args(kind) or (kind,)) if _is_word(word)]
+    if bool in kinds:
+        words = [*_YES_NO]
+    if words:
+        return _choices(words, **about)
+    about["tooltip"] += f" -1: {AUTO}."
+    if int in kinds:
+        return "INT", {"default": -1, "min": -1, "max": 4096, **about}
+    return "FLOAT", {"default": -1.0, "min": -1.0, "max": 1.0, "step": 0.05, **about}
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and value != AUTO
+
+
+def _choices(words: list[str], unset: str = AUTO, **about: Any) -> Input:
+    return [unset, *words], {"default": unset, **about}
+
+
+def _documentation() -> dict[str, str]:
+    """The docstrings of the fields of `tomesd.Settings`, by name."""
+    (cls,) = ast.parse(textwrap.dedent(inspect.getsource(tomesd.Settings))).body
+    assert isinstance(cls, ast.ClassDef)
+    found = {}
+    for field, below in zip(cls.body, cls.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return found
+
+
+INPUTS = _inputs()
+"""Inputs of a node for every option, by name. Made here and not when ComfyUI asks, on any thread:
+the parser of Python 3.11 does not go with threads."""
+
+
+def options(settings: dict[str, Any] | None = None, mask: Any = None, **given: Any) -> dict:
+    """Options for `tomesd.Settings`, from what the inputs of a node are set to.
+
+    Args:
+        settings: of a file.
+        mask: where to merge last, `[b, h, w]`.
+    """
+    name = given.pop("preset", "none")
+    if name != "none" and settings is not None:
+        raise ValueError(f"preset={name!r}: choose a preset or connect settings, not both")
+    base = preset(name) if name != "none" else dict(settings or {})
+    base |= {name: _value(value) for name, value in given.items() if _is_given(value)}
+    if any(end in base for end in _DEPTH):
+        base["depth"] = (base.pop("depth_from", 0.0), base.pop("depth_to", 1.0))
+    if mask is not None:
+        base["protect"] = mask
+    return base
+
+
+def _is_given(value: Any) -> bool:
+    return value != AUTO if isinstance(value, str) else value is not None and value >= 0
+
+
+def _value(value: Any) -> Any:
+    return value == "yes" if value in _YES_NO else value
+
+
+def settings_files() -> list[str]:
+    """The settings files in ComfyUI's folder for inputs."""
+    folder = Path(folder_paths.get_input_directory())
+    return sorted(path.name for path in folder.glob("*.json"))
+
+
+def load(file: str) -> dict[str, Any]:
+    return tomesd.load(folder_paths.get_annotated_filepath(file))
+
+
+def fingerprint(file: str) -> str:
+    """Differs when what is in the file does."""
+    content = Path(folder_paths.get_annotated_filepath(file)).read_bytes()
+    return hashlib.sha256(content).hexdigest()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .merging import describe, merge_tokens
-from .options import INPUTS, SETTINGS, fingerprint, load, options, settings_files
+from .options import INPUTS, MORE_INPUTS, SETTINGS, fingerprint, load, options, settings_files
 
 __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
 
@@ -31,11 +31,26 @@ class TokenMerging:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        sockets = {"settings": (SETTINGS,), "mask": ("MASK", {"tooltip": MASK})}
-        return {"required": {"model": ("MODEL",)}, "optional": {**INPUTS, **sockets}}
+        return {"required": {"model": ("MODEL",)}, "optional": {**INPUTS, "settings": (SETTINGS,)}}
 
     def merge(self, model: Any, **given: Any) -> tuple[Any]:
         return (merge_tokens(model, options(**given)),)
+
+
+class MoreOptions:
+    DESCRIPTION = "All other options of Token Merging. They win over settings that come in."
+    CATEGORY = CATEGORY
+    FUNCTION = "collect"
+    RETURN_TYPES = (SETTINGS,)
+    RETURN_NAMES = ("settings",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        sockets = {"settings": (SETTINGS,), "mask": ("MASK", {"tooltip": MASK})}
+        return {"optional": {**MORE_INPUTS, **sockets}}
+
+    def collect(self, **given: Any) -> tuple[dict[str, Any]]:
+        return (options(**given),)
 
 
 class Describe:
@@ -78,11 +93,13 @@ class SettingsFromFile:
 
 NODE_CLASS_MAPPINGS = {
     "TomesdTokenMerging": TokenMerging,
+    "TomesdMoreOptions": MoreOptions,
     "TomesdDescribe": Describe,
     "TomesdSettingsFromFile": SettingsFromFile,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "TomesdTokenMerging": "Token Merging",
+    "TomesdMoreOptions": "Token Merging: more options",
     "TomesdDescribe": "Token Merging: describe",
     "TomesdSettingsFromFile": "Token Merging: settings from file",
 }

@@ -12,21 +12,30 @@ import folder_paths
 import tomesd
 from tomesd.presets import PRESETS, preset
 
-__all__ = ["AUTO", "INPUTS", "SETTINGS", "fingerprint", "load", "options", "settings_files"]
+__all__ = [
+    "AUTO",
+    "INPUTS",
+    "MORE_INPUTS",
+    "SETTINGS",
+    "fingerprint",
+    "load",
+    "options",
+    "settings_files",
+]
 
 AUTO = "auto"
 """Of a list: the option is not given. Of numbers, -1 and all below 0 say that."""
 SETTINGS = "TOMESD_SETTINGS"
-"""The type of what a settings file holds."""
+"""The type of options on their way from node to node."""
 
-# ComfyUI saves inputs by their place in this list: add to its end only.
-_NAMES = (
-    *("ratio", "start", "end", "target", "when", "selector", "metric", "share", "refresh"),
-    *("window", "sx", "sy", "st", "use_rand", "max_downsample", "merge_attn", "merge_crossattn"),
-    *("merge_mlp", "proportional", "reference_ratio", "schedule", "ratio_end", "tau", "protect"),
-    *("protect_share", "depth_from", "depth_to", "backend"),
+# ComfyUI saves inputs by their place in these lists: add to their ends only.
+_MAIN = ("ratio", "start", "end", "target", "when")
+_MORE = (
+    *("selector", "metric", "share", "refresh", "window", "sx", "sy", "st", "use_rand"),
+    *("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"),
+    *("reference_ratio", "schedule", "ratio_end", "tau", "protect", "protect_share"),
+    *("depth_from", "depth_to", "backend"),
 )
-_SHOWN = ("ratio", "start", "end", "target", "when")
 _DEPTH = ("depth_from", "depth_to")
 _YES_NO = ("yes", "no")
 _PRESET = (
@@ -38,17 +47,14 @@ Input = tuple[Any, dict[str, Any]]
 """As ComfyUI has it: a type or a list of words, and what else is known."""
 
 
-def _inputs() -> dict[str, Input]:
-    found: dict[str, Input] = {"preset": _choices([*PRESETS], "none", tooltip=_PRESET)}
+def _inputs(names: tuple[str, ...]) -> dict[str, Input]:
     documentation = _documentation()
-    return found | {name: _input(name, documentation) for name in _NAMES}
+    return {name: _input(name, documentation) for name in names}
 
 
 def _input(name: str, documentation: dict[str, str]) -> Input:
     field = "depth" if name in _DEPTH else name
     about: dict[str, Any] = {"tooltip": documentation[field].replace("`None`", AUTO)}
-    if name not in _SHOWN:
-        about["advanced"] = True  # behind a button
     hint = get_type_hints(tomesd.Settings)[field]
     kinds = get_args(hint) or (hint,)
     words = [word for kind in kinds for word in (get_args(kind) or (kind,)) if _is_word(word)]
@@ -82,28 +88,32 @@ def _documentation() -> dict[str, str]:
     return found
 
 
-INPUTS = _inputs()
-"""Inputs of a node for every option, by name. Made here and not when ComfyUI asks, on any thread:
-the parser of Python 3.11 does not go with threads."""
+# Made here and not when ComfyUI asks, on any thread: the parser of Python 3.11 does not go with
+# threads.
+INPUTS = {"preset": _choices([*PRESETS], "none", tooltip=_PRESET), **_inputs(_MAIN)}
+"""Inputs of a node for the options that matter most, by name."""
+MORE_INPUTS = _inputs(_MORE)
+"""The same for all others."""
 
 
-def options(settings: dict[str, Any] | None = None, mask: Any = None, **given: Any) -> dict:
+def options(
+    settings: dict[str, Any] | None = None, mask: Any = None, **given: Any
+) -> dict[str, Any]:
     """Options for `tomesd.Settings`, from what the inputs of a node are set to.
 
     Args:
-        settings: of a file.
+        settings: from another node; they win over a preset.
         mask: where to merge last, `[b, h, w]`.
+        given: what inputs are set to; they win over all else.
     """
     name = given.pop("preset", "none")
-    if name != "none" and settings is not None:
-        raise ValueError(f"preset={name!r}: choose a preset or connect settings, not both")
-    base = preset(name) if name != "none" else dict(settings or {})
-    base |= {name: _value(value) for name, value in given.items() if _is_given(value)}
-    if any(end in base for end in _DEPTH):
-        base["depth"] = (base.pop("depth_from", 0.0), base.pop("depth_to", 1.0))
+    made = {**(preset(name) if name != "none" else {}), **(settings or {})}
+    made |= {name: _value(value) for name, value in given.items() if _is_given(value)}
+    if any(end in made for end in _DEPTH):
+        made["depth"] = (made.pop("depth_from", 0.0), made.pop("depth_to", 1.0))
     if mask is not None:
-        base["protect"] = mask
-    return base
+        made["protect"] = mask
+    return made
 
 
 def _is_given(value: Any) -> bool:

@@ -6,22 +6,21 @@ from comfy_api.latest import ComfyExtension, io, ui
 
 from . import classic
 from .merging import describe, merge_tokens
-from .options import INPUTS, SETTINGS, fingerprint, load, options, settings_files
+from .options import INPUTS, MORE_INPUTS, SETTINGS, fingerprint, load, options, settings_files
 
 __all__ = ["comfy_entrypoint"]
 
 _WIDGETS: dict[str, Any] = {"FLOAT": io.Float.Input, "INT": io.Int.Input}
 
 
-def _widget(name: str, kind: Any, about: dict[str, Any], optional: bool) -> Any:
-    known = {key: value for key, value in about.items() if key != "advanced"}
-    if isinstance(kind, list):
-        widget = io.Combo.Input(name, options=kind, optional=optional, **known)
-    else:
-        widget = _WIDGETS[kind](name, optional=optional, **known)
-    if "advanced" in about:
-        widget.extra_dict["advanced"] = True  # an argument in later versions of ComfyUI only
-    return widget
+def _widgets(inputs: dict[str, Any], optional: bool = True) -> list[Any]:
+    """The inputs in the form that the schema of a node wants."""
+    return [
+        io.Combo.Input(name, options=kind, optional=optional, **about)
+        if isinstance(kind, list)
+        else _WIDGETS[kind](name, optional=optional, **about)
+        for name, (kind, about) in inputs.items()
+    ]
 
 
 class TokenMerging(io.ComfyNode):
@@ -34,9 +33,8 @@ class TokenMerging(io.ComfyNode):
             description=classic.TokenMerging.DESCRIPTION,
             inputs=[
                 io.Model.Input("model"),
-                *(_widget(name, *value, optional=True) for name, value in INPUTS.items()),
+                *_widgets(INPUTS),
                 io.Custom(SETTINGS).Input("settings", optional=True),
-                io.Mask.Input("mask", optional=True, tooltip=classic.MASK),
             ],
             outputs=[io.Model.Output()],
         )
@@ -44,6 +42,27 @@ class TokenMerging(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, **given: Any) -> io.NodeOutput:
         return io.NodeOutput(merge_tokens(model, options(**given)))
+
+
+class MoreOptions(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TomesdMoreOptions",
+            display_name="Token Merging: more options",
+            category=classic.CATEGORY,
+            description=classic.MoreOptions.DESCRIPTION,
+            inputs=[
+                *_widgets(MORE_INPUTS),
+                io.Custom(SETTINGS).Input("settings", optional=True),
+                io.Mask.Input("mask", optional=True, tooltip=classic.MASK),
+            ],
+            outputs=[io.Custom(SETTINGS).Output("made", display_name="settings")],
+        )
+
+    @classmethod
+    def execute(cls, **given: Any) -> io.NodeOutput:
+        return io.NodeOutput(options(**given))
 
 
 class Describe(io.ComfyNode):
@@ -56,7 +75,7 @@ class Describe(io.ComfyNode):
             description=classic.Describe.DESCRIPTION,
             inputs=[
                 io.Model.Input("model"),
-                *(_widget(name, *value, optional=False) for name, value in classic.SIZES.items()),
+                *_widgets(classic.SIZES, optional=False),
             ],
             outputs=[io.String.Output(display_name="text")],
             is_output_node=True,
@@ -91,7 +110,7 @@ class SettingsFromFile(io.ComfyNode):
 
 class TokenMergingExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TokenMerging, Describe, SettingsFromFile]
+        return [TokenMerging, MoreOptions, Describe, SettingsFromFile]
 
 
 async def comfy_entrypoint() -> TokenMergingExtension:

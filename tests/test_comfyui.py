@@ -1,5 +1,6 @@
 """The ComfyUI nodes, in the real ComfyUI: a server with its HTTP interface, and its sampler."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -119,6 +120,9 @@ class Workflow:
     def merge(self, model: Any = None, **options: Any) -> list[Any]:
         return self.add("TomesdTokenMerging", model=model or self.model, **options)
 
+    def more(self, **options: Any) -> list[Any]:
+        return self.add("TomesdMoreOptions", **options)
+
     def sample(self, model: Any = None) -> str:
         """Samples and saves; the name of the node that does so."""
         sampled = self.add(
@@ -155,7 +159,8 @@ def test_server_knows_the_nodes(server: comfy_app.Server) -> None:
     known = server.get("/object_info")
     names = {known[name]["display_name"] for name in known if name.startswith("Tomesd")}
     title = "Token Merging"
-    assert names == {title, f"{title}: describe", f"{title}: settings from file"}
+    more = ("describe", "more options", "settings from file")
+    assert names == {title, *(f"{title}: {name}" for name in more)}
     assert known["TomesdTokenMerging"]["python_module"] == "custom_nodes.token_merging"
 
 
@@ -225,7 +230,9 @@ def test_settings_from_a_file_and_what_they_do(server: comfy_app.Server) -> None
     assert "not patched" in result["outputs"][plain]["text"][0]
 
     flow = Workflow("sd1")
-    by_hand = run(server, flow, flow.sample(flow.merge(**ALWAYS, merge_mlp="yes")))
+    by_hand = run(
+        server, flow, flow.sample(flow.merge(**ALWAYS, settings=flow.more(merge_mlp="yes")))
+    )
     assert torch.equal(by_hand, by_file)
 
 
@@ -240,8 +247,9 @@ def test_settings_from_a_file_and_what_they_do(server: comfy_app.Server) -> None
 def test_an_error_names_the_option(
     server: comfy_app.Server, options: dict[str, Any], message: str
 ) -> None:
-    flow = Workflow("flux")
-    flow.sample(flow.merge(**options))
+    flow, options = Workflow("flux"), dict(options)
+    more = {name: options.pop(name) for name in ("merge_mlp",) if name in options}
+    flow.sample(flow.merge(**options, settings=flow.more(**more)))
     status = server.result(server.submit(flow.nodes))["status"]
     (error,) = [about for kind, about in status["messages"] if kind == "execution_error"]
     assert message in error["exception_message"]
@@ -290,7 +298,7 @@ def nodes() -> dict[str, Any]:
     return {name: getattr(kind(), kind.FUNCTION) for name, kind in found.items() if name in NEEDED}
 
 
-NEEDED = ("TinyFlux", "RandomConditioning", "KSampler", "TomesdTokenMerging", "TomesdDescribe")
+NEEDED = ("TinyFlux", "RandomConditioning", "KSampler", "TomesdTokenMerging", "TomesdMoreOptions")
 
 
 @pytest.fixture
@@ -325,8 +333,9 @@ def test_classic_nodes_with_the_sampler(nodes: dict[str, Any], flux: Any) -> Non
 def test_plans_outlive_a_step(nodes: dict[str, Any], flux: Any) -> None:
     options = {**ALWAYS, "end": 1.0}
     each = sample(nodes, nodes["TomesdTokenMerging"](flux, **options)[0], steps=3)
-    shared = {**options, "share": "steps", "refresh": 9}
-    kept = sample(nodes, nodes["TomesdTokenMerging"](flux, **shared)[0], steps=3)
+    (shared,) = nodes["TomesdMoreOptions"](share="steps", refresh=9)
+    kept = nodes["TomesdTokenMerging"](flux, settings=shared, **options)[0]
+    kept = sample(nodes, kept, steps=3)
     assert_differs(kept, each)
 
 
@@ -367,7 +376,7 @@ def test_both_forms_have_the_same_inputs(nodes: dict[str, Any]) -> None:
     pack = comfy_app.pack()
     assert pack.__all__ == ["comfy_entrypoint"]  # NODE_CLASS_MAPPINGS would win over it
     schema, classic = (sys.modules[f"token_merging_nodes.{name}"] for name in ("schema", "classic"))
-    for name in ("TokenMerging", "Describe", "SettingsFromFile"):
+    for name in ("TokenMerging", "MoreOptions", "Describe", "SettingsFromFile"):
         new, old = getattr(schema, name), getattr(classic, name)
         inputs = [
             {
@@ -376,7 +385,7 @@ def test_both_forms_have_the_same_inputs(nodes: dict[str, Any]) -> None:
                     for key, kind in v.items()
                 }
                 for place, v in form.INPUT_TYPES().items()
-                if place != "hidden"
+                if v and place != "hidden"
             }
             for form in (new, old)
         ]
@@ -389,24 +398,23 @@ def test_both_forms_have_the_same_inputs(nodes: dict[str, Any]) -> None:
 
 def test_options_from_inputs(nodes: dict[str, Any]) -> None:
     module = sys.modules["token_merging_nodes.options"]
-    defaults = {name: about["default"] for name, (_, about) in module.INPUTS.items()}
+    every = {**module.INPUTS, **module.MORE_INPUTS}
+    defaults = {name: about["default"] for name, (_, about) in every.items()}
     assert module.options(**defaults) == {}
-    fast = {**defaults, "preset": "fast", "ratio": 0.0, "use_rand": "no", "depth_from": 0.5}
+    given = {**defaults, "preset": "fast", "ratio": 0.0, "use_rand": "no", "depth_from": 0.5}
     mask = torch.ones(1, 4, 4)
-    assert module.options(mask=mask, **fast) == {
-        "target": "stack",
-        "ratio": 0.0,  # what is set wins over the preset
-        "end": 0.7,
+    assert module.options(mask=mask, settings={"end": 0.6, "ratio": 0.3}, **given) == {
+        "target": "stack",  # of the preset
+        "end": 0.6,  # of the settings
+        "ratio": 0.0,  # set here
         "use_rand": False,
         "depth": (0.5, 1.0),
         "protect": mask,
     }
-    with pytest.raises(ValueError, match="not both"):
-        module.options(settings={"ratio": 0.5}, preset="fast")
-    for name, (kind, _) in module.INPUTS.items():
-        assert (
-            name == "preset" or name in ("depth_from", "depth_to") or hasattr(tomesd.Settings, name)
-        )
+    fields = {field.name for field in dataclasses.fields(tomesd.Settings)}
+    missing = {"seed", "level_ratios", "kind_ratios"}  # in files only
+    assert set(every) == fields - missing - {"depth"} | {"preset", "depth_from", "depth_to"}
+    for kind, _ in every.values():
         assert not isinstance(kind, list) or len(set(kind)) == len(kind)
 
 

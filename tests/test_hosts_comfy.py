@@ -19,7 +19,7 @@ from tomesd.hosts.table_comfy import COMFY_TRANSFORMERS
 # The models are far too small to gain anything, and their times are those of late steps.
 ALWAYS: dict[str, Any] = {"when": "always", "end": 1.0}
 WHOLE_CELLS = {**ALWAYS, "ratio": 0.75, "selector": "grid", "use_rand": False}
-GRIDS = {"flux_kontext": [(1, 6, 4), (1, 2, 4)], "wan": [(3, 6, 4)]}
+GRIDS = {"flux_kontext": [(1, 6, 4), (1, 2, 4)], "wan": [(3, 6, 4)], "wan_vace": [(3, 6, 4)]}
 
 
 @pytest.fixture(params=COMFY_DITS)
@@ -142,7 +142,7 @@ def test_describes_it(dit: ComfyDit) -> None:
     model = tomesd.apply_patch(dit.build(), 0.5, **ALWAYS)
     (part,) = tomesd.describe(model, 96, 64, num_frames=9).parts
     (level,) = part.levels
-    assert level.tokens - level.merged_tokens == 12 * (3 if dit.kind == "WanModel" else 1)
+    assert level.tokens - level.merged_tokens == 12 * (3 if dit.kind.endswith("WanModel") else 1)
     assert 0 < part.merged_flops < part.flops
 
 

@@ -35,7 +35,7 @@ class ComfyDit:
     def build(self) -> nn.Module:
         model_class = getattr(zoo_ldm.comfy(self.module), self.kind)
         config = {"dtype": torch.float32, "operations": zoo_ldm.comfy("ops").disable_weight_init}
-        if self.kind == "WanModel":
+        if self.kind.endswith("WanModel"):
             config["device"] = "cpu"
         model = model_class(**config, **self.config)
         for name, buffer in model.named_buffers():  # a checkpoint would have them
@@ -53,7 +53,7 @@ class ComfyDit:
             if name in ("timestep", "timesteps"):
                 filled[name] = torch.full((batch,), 200.0 if self.thousand else 0.2)
             elif isinstance(value, list):
-                filled[name] = [_items(name, part) for part in value]
+                filled[name] = [_items(name, v) if isinstance(v, Tensor) else v for v in value]
             else:
                 filled[name] = _items(name, value) if isinstance(value, Tensor) else value
         return filled
@@ -115,6 +115,16 @@ _NEXT: dict[str, Any] = {
 }
 _FLUX_BLOCKS = {"double_blocks": ("img", 0, False), "single_blocks": ("x", None, True)}
 _NEXT_BLOCKS = {"layers": ("x", None, True)}
+_WAN: dict[str, Any] = {
+    "in_dim": 4,
+    "out_dim": 4,
+    "dim": 32,
+    "ffn_dim": 48,
+    "text_dim": 16,
+    "num_heads": 2,
+    "num_layers": 4,
+}
+_WAN_BLOCKS, _WAN_ROPE = {"blocks": ("x", None, False)}, ("freqs", 1, False)
 _LUMINA, _ROPE = "ldm.lumina.model", ("pe", 2, True)
 
 
@@ -130,6 +140,19 @@ COMFY_DITS = {
         "Flux",
         _FLUX
         | {"vec_in_dim": None, "global_modulation": True, "mlp_silu_act": True, "ops_bias": False},
+        _FLUX_BLOCKS,
+        _ROPE,
+    ),
+    "chroma": ComfyDit(
+        "ldm.chroma.model",
+        "Chroma",
+        {
+            name: value
+            for name, value in _FLUX.items()
+            if name not in ("vec_in_dim", "guidance_embed")
+        }
+        | {"in_channels": 16, "out_channels": 16}
+        | {"in_dim": 64, "out_dim": 32, "hidden_dim": 32, "n_layers": 2},
         _FLUX_BLOCKS,
         _ROPE,
     ),
@@ -169,14 +192,15 @@ COMFY_DITS = {
         {"transformer_blocks": ("hidden_states", 1, False)},
         ("image_rotary_emb", 2, True),
     ),
-    "wan": ComfyDit(
+    "wan": ComfyDit("ldm.wan.model", "WanModel", _WAN, _WAN_BLOCKS, _WAN_ROPE, thousand=True),
+    "wan_vace": ComfyDit(
         "ldm.wan.model",
-        "WanModel",
-        {"in_dim": 4, "out_dim": 4, "dim": 32, "ffn_dim": 48, "text_dim": 16, "num_heads": 2}
-        | {"num_layers": 4},
-        {"blocks": ("x", None, False)},
-        ("freqs", 1, False),
+        "VaceWanModel",
+        _WAN | {"vace_layers": 2, "vace_in_dim": 6},
+        _WAN_BLOCKS,
+        _WAN_ROPE,
         thousand=True,
+        more=lambda batch: {"vace_context": torch.zeros(batch, 1, 6, FRAMES, HEIGHT, WIDTH)},
     ),
     "lumina2": ComfyDit(_LUMINA, "NextDiT", _NEXT, _NEXT_BLOCKS, ("freqs_cis", 1, True)),
     "z_image": ComfyDit(

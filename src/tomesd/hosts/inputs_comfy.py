@@ -43,6 +43,8 @@ def comfy_inputs(
         inputs["num_tokens"] = text or usual
     if name in ("Flux", "Chroma"):
         inputs["guidance"] = tensor()
+    if hasattr(module, "vace_in_dim"):
+        inputs |= {"vace_context": tensor(1, module.vace_in_dim, *shape), "vace_strength": [1.0]}
     vector = getattr(module, "y_embedder", None) or getattr(module, "vector_in", None)
     if vector is not None:
         inputs["y"] = tensor(_width(vector))

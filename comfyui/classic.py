@@ -33,8 +33,8 @@ class TokenMerging:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"model": ("MODEL",)}, "optional": {**INPUTS, "settings": (SETTINGS,)}}
 
-    def merge(self, model: Any, **given: Any) -> tuple[Any]:
-        return (merge_tokens(model, options(**given)),)
+    def merge(self, model: Any, preset: str = "none", **given: Any) -> tuple[Any]:
+        return (merge_tokens(model, options(**given), preset),)
 
 
 class MoreOptions:

@@ -31,8 +31,8 @@ class Merging:
     never merge.
     """
 
-    def __init__(self, settings: tomesd.Settings) -> None:
-        self.settings = settings
+    def __init__(self, options: dict[str, Any], preset: Any = None) -> None:
+        self.options, self.preset = options, preset
         self._found: tuple[Any, Any, Prepared] | None = None
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,20 +43,22 @@ class Merging:
         """What to change in a model; found anew where nodes have put other parts into it."""
         parts = model.diffusion_model, model.model_sampling
         if self._found is None or any(a is not b for a, b in zip(parts, self._found, strict=False)):
-            self._found = (*parts, prepare(model, self.settings))
+            self._found = (*parts, prepare(model, self.options, self.preset))
         return self._found[-1]
 
 
-def merge_tokens(model: Any, options: dict[str, Any]) -> Any:
+def merge_tokens(model: Any, options: dict[str, Any], preset: str = "none") -> Any:
     """A clone of a model (a `ModelPatcher`) that merges tokens; it replaces a merging before.
+
+    What `options` says wins over the preset.
 
     Raises:
         ValueError, TypeError: an option is out of range, or means nothing on this model.
         tomesd.UnsupportedModelError: tokens cannot be merged in this model.
     """
-    merging = Merging(tomesd.Settings(**options))
-    merging.prepare(model.model)
-    merging.settings.warn_if_capped()
+    merging = Merging(options, None if preset == "none" else preset)
+    _, patch = merging.prepare(model.model).parts[0]
+    patch.asked.warn_if_capped()
     clone = model.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, merging)

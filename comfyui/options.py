@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 import folder_paths
 
 import tomesd
-from tomesd.presets import PRESETS, preset
+from tomesd.presets import PRESETS
 
 __all__ = [
     "AUTO",
@@ -34,13 +34,13 @@ _MORE = (
     *("selector", "metric", "share", "refresh", "window", "sx", "sy", "st", "use_rand"),
     *("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"),
     *("reference_ratio", "schedule", "ratio_end", "tau", "protect", "protect_share"),
-    *("depth_from", "depth_to", "backend"),
+    *("depth_from", "depth_to", "backend", "reuse", "reuse_start", "extrapolate"),
 )
 _DEPTH = ("depth_from", "depth_to")
 _YES_NO = ("yes", "no")
 _PRESET = (
-    "Settings that have been measured. What is set besides wins. Transformers (Flux, SD3, Qwen, "
-    "Wan, Z-Image) take no preset but 'fast'."
+    "Settings that have been measured: UNets merge tokens, and transformers leave parts of steps "
+    "out. What is set besides wins."
 )
 
 Input = tuple[Any, dict[str, Any]]
@@ -102,12 +102,11 @@ def options(
     """Options for `tomesd.Settings`, from what the inputs of a node are set to.
 
     Args:
-        settings: from another node; they win over a preset.
+        settings: from another node.
         mask: where to merge last, `[b, h, w]`.
-        given: what inputs are set to; they win over all else.
+        given: what inputs are set to; they win over settings.
     """
-    name = given.pop("preset", "none")
-    made = {**(preset(name) if name != "none" else {}), **(settings or {})}
+    made = dict(settings or {})
     made |= {name: _value(value) for name, value in given.items() if _is_given(value)}
     if any(end in made for end in _DEPTH):
         made["depth"] = (made.pop("depth_from", 0.0), made.pop("depth_to", 1.0))

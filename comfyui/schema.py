@@ -40,8 +40,8 @@ class TokenMerging(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: Any, **given: Any) -> io.NodeOutput:
-        return io.NodeOutput(merge_tokens(model, options(**given)))
+    def execute(cls, model: Any, preset: str = "none", **given: Any) -> io.NodeOutput:
+        return io.NodeOutput(merge_tokens(model, options(**given), preset))
 
 
 class MoreOptions(io.ComfyNode):

@@ -14,7 +14,7 @@ from pathlib import Path
 from doc_tables import FIGURES, TABLES, Results
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/quality.md")
+DOCUMENTS = ("README.md", "docs/options.md", "docs/performance.md", "docs/quality.md")
 MARKED = re.compile(r"<!-- table: (?P<name>.*?) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in DOCUMENTS:
         path = args.root / name
         old = path.read_text(encoding="utf-8")
-        new = filled(old, results, sources=path.parent.name == "docs")
+        new = filled(old, results, sources=name.startswith("docs/"))
         if args.check:
             stale += [name] if new != old else []
         else:

@@ -14,9 +14,11 @@ from zoo_dit import DITS, UNIT_TIME, Dit
 
 import tomesd
 from tomesd.hosts.table import TRANSFORMERS
+from tomesd.schedule import Timeline
 
-# The zoo's models are far too small to gain anything, and its times are those of late steps.
-ALWAYS: dict[str, Any] = {"when": "always", "end": 1.0}
+# The zoo's models are far too small to gain anything, its times are those of late steps, and what
+# one call is matched by is to be seen from that call alone.
+ALWAYS: dict[str, Any] = {"when": "always", "end": 1.0, "metric": "input"}
 ROWS = {row.name: row for row in TRANSFORMERS}
 SUPPORTED = {
     name: dit for name, dit in DITS.items() if dit.kind in ROWS and not ROWS[dit.kind].reason
@@ -28,13 +30,23 @@ def patched_model(dit: Dit, ratio: float = 0.5, **options: Any) -> Any:
     return tomesd.apply_patch(dit.build(), ratio, **{**ALWAYS, **options})
 
 
-def block_lists(model: nn.Module) -> list[str]:
+def _lists(model: nn.Module) -> Any:
     kind = next(cls.__name__ for cls in type(model).__mro__ if cls.__name__ in ROWS)
-    return [part.path for part in ROWS[kind].lists]
+    return ROWS[kind].lists
+
+
+def block_lists(model: nn.Module) -> list[str]:
+    return [part.path for part in _lists(model)]
 
 
 def input_name(model: nn.Module) -> str:
-    return "x" if "ZImage" in type(model).__name__ else "hidden_states"
+    return _lists(model)[0].input
+
+
+def tokens_of(model: nn.Module, given: dict[str, Any]) -> Tensor:
+    """What a block got, [B, N, C]."""
+    tokens = given[input_name(model)]
+    return tokens.transpose(0, 1) if "ErnieImage" in type(model).__name__ else tokens
 
 
 @contextlib.contextmanager
@@ -87,7 +99,7 @@ def tokens_seen(model: nn.Module, calls: list[BlockCall]) -> dict[str, set[int]]
     """How many tokens each block got, by its name."""
     seen: dict[str, set[int]] = {}
     for name, given in calls:
-        seen.setdefault(name, set()).add(given[input_name(model)].shape[1])
+        seen.setdefault(name, set()).add(tokens_of(model, given).shape[1])
     return seen
 
 
@@ -115,9 +127,15 @@ def texts_swapped(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def at_noise(dit: Dit, inputs: dict[str, Any], noise: float) -> dict[str, Any]:
     """The inputs at a time at which the share `noise` of the way from noise is still to go."""
-    rising = ("ZImageTransformer2DModel", "Lumina2Transformer2DModel", "MochiTransformer3DModel")
+    timeline = ROWS[dit.kind].timeline
     name = next(name for name in ("timestep", "timesteps", "t") if name in inputs)
     most = 1.0 if dit.kind in UNIT_TIME else 1000.0
-    time = most * (1 - noise if dit.kind in rising else noise)
+    time = most * (1 - noise if isinstance(timeline, Timeline) and timeline.rises else noise)
     given = inputs[name] > 0  # frames that are given keep their time, 0
     return inputs | {name: torch.where(given, torch.full_like(inputs[name], time), 0)}
+
+
+def at_steps_left(dit: Dit, inputs: dict[str, Any], share: float) -> dict[str, Any]:
+    """The inputs at a time at which a share of the steps is left, for a shift of 3."""
+    flow = ROWS[dit.kind].flow
+    return at_noise(dit, inputs, 3 * share / (1 + 2 * share) if flow else share)

@@ -7,6 +7,7 @@ Autoencoders are there where a picture has to go in. Every pipeline makes pictur
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import diffusers
 import torch
 from torch import Tensor
 from zoo_diffusers import PIXART_CONFIG, TEXT, noise
-from zoo_dit import DITS, FLUX_POOLED, SD3, seeded
+from zoo_dit import DITS, FLUX_POOLED, HUNYUAN_DIT, SD3, seeded
 
 Case = tuple[Any, dict[str, Any]]  # a pipeline, and the arguments of one call
 LATENT = (12, 8)
@@ -453,6 +454,68 @@ def latte() -> Case:
     return pipe, arguments | {"negative_prompt": None}
 
 
+def hunyuan_dit_controlnet() -> Case:
+    pipe, arguments = hunyuan_dit()
+    names = inspect.signature(diffusers.HunyuanDiT2DControlNetModel.__init__).parameters
+    config = {name: value for name, value in HUNYUAN_DIT.items() if name in names}
+    controlnet = seeded(
+        diffusers.HunyuanDiT2DControlNetModel, **config, transformer_num_layers=6, seed=1
+    )
+    pipe = _pipeline(
+        diffusers.HunyuanDiTControlNetPipeline,
+        **{name: pipe.components[name] for name in ("transformer", "vae", "scheduler")},
+        controlnet=controlnet,
+        safety_checker=None,
+        requires_safety_checker=False,
+    )
+    return pipe, arguments | {"control_image": _picture()}
+
+
+def bria_fibo2() -> Case:
+    transformer = DITS["bria_fibo2"].build()
+    pipe = _pipeline(diffusers.BriaFibo2Pipeline, transformer=transformer, vae=make_vae())
+    texts = {name: text[:, None].expand(-1, 3, -1, -1) for name, text in _embeds(24).items()}
+    return pipe, _common() | texts | _masks("prompt_embeds_mask", hidden=2)
+
+
+def kandinsky5() -> Case:
+    pipe = _pipeline(diffusers.Kandinsky5T2VPipeline, transformer=DITS["kandinsky5"].build())
+    texts = _embeds(24, suffix="_qwen")
+    pooled = {name.replace("pooled_", "") + "_clip": x for name, x in _pooled(12).items()}
+    lengths = {f"{name}prompt_cu_seqlens": torch.tensor([0, TEXT]) for name in ("", "negative_")}
+    return pipe, _common() | texts | pooled | lengths | {"num_frames": 9}
+
+
+def anyflow() -> Case:
+    pipe = _pipeline(
+        diffusers.AnyFlowPipeline,
+        transformer=DITS["anyflow"].build(),
+        scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
+    )
+    return pipe, _common() | _embeds(32, negative=False) | {"num_frames": 9}
+
+
+def motif() -> Case:
+    pipe = _pipeline(
+        diffusers.MotifVideoPipeline,
+        transformer=DITS["motif"].build(),
+        vae=make_wan_vae(diffusers.AutoencoderKLWan),
+        guider=diffusers.ClassifierFreeGuidance(),
+    )
+    masks = _masks("prompt_attention_mask", hidden=2)
+    return pipe, _common() | _embeds(32) | masks | {"num_frames": 9}
+
+
+def helios() -> Case:
+    pipe = _pipeline(
+        diffusers.HeliosPipeline,
+        transformer=DITS["helios"].build(),
+        vae=make_wan_vae(diffusers.AutoencoderKLWan),
+    )
+    chunks = {"num_frames": 9, "num_latent_frames_per_chunk": 3}
+    return pipe, _common() | _embeds(32) | chunks
+
+
 PIPELINES: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (
@@ -460,6 +523,7 @@ PIPELINES: dict[str, Callable[[], Case]] = {
         qwen_edit, zimage, chroma, flux2, lumina2, auraflow, wan, wan_ti2v, wan_vace,
         hunyuan_video, cogvideox, ltx, mochi, pixart_sigma, cogview4, cogview3, hunyuan_image, sana,
         hidream, hunyuan_dit, krea2, ovis, bria, nucleus, prx, lumina_next, ernie, wan_i2v,
-        skyreels, allegro, easyanimate, latte,
+        skyreels, allegro, easyanimate, latte, hunyuan_dit_controlnet, bria_fibo2,
+        kandinsky5, anyflow, motif, helios,
     )
 }  # fmt: skip

@@ -327,6 +327,8 @@ def test_classic_nodes_with_the_sampler(nodes: dict[str, Any], flux: Any) -> Non
     assert torch.equal(sample(nodes, flux), plain) and torch.equal(sample(nodes, merged), image)
     (zero,) = nodes["TomesdTokenMerging"](merged, ratio=0.0)  # replaces the one before
     assert torch.equal(sample(nodes, zero), plain)
+    (fast,) = nodes["TomesdTokenMerging"](flux, preset="fast")  # leaves steps out
+    assert_differs(sample(nodes, fast, steps=6), sample(nodes, flux, steps=6))
     assert classes(flux) == before
 
 
@@ -399,14 +401,13 @@ def test_both_forms_have_the_same_inputs(nodes: dict[str, Any]) -> None:
 def test_options_from_inputs(nodes: dict[str, Any]) -> None:
     module = sys.modules["token_merging_nodes.options"]
     every = {**module.INPUTS, **module.MORE_INPUTS}
-    defaults = {name: about["default"] for name, (_, about) in every.items()}
+    defaults = {name: every[name][1]["default"] for name in every if name != "preset"}
     assert module.options(**defaults) == {}
-    given = {**defaults, "preset": "fast", "ratio": 0.0, "use_rand": "no", "depth_from": 0.5}
+    given = {**defaults, "ratio": 0.0, "use_rand": "no", "depth_from": 0.5}
     mask = torch.ones(1, 4, 4)
     assert module.options(mask=mask, settings={"end": 0.6, "ratio": 0.3}, **given) == {
-        "target": "stack",  # of the preset
-        "end": 0.6,  # of the settings
-        "ratio": 0.0,  # set here
+        "end": 0.6,
+        "ratio": 0.0,  # what is set wins over settings
         "use_rand": False,
         "depth": (0.5, 1.0),
         "protect": mask,

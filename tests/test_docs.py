@@ -1,12 +1,16 @@
-"""The tables and figures in the documents say what the rows say."""
+"""The tables and figures in the documents say what the rows say, and their links lead somewhere."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import update_docs
 from doc_tables import FIGURES, TABLES, Results
+
+from tomesd import Settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,6 +33,35 @@ def test_the_documents_are_up_to_date() -> None:
     update_docs.main(["--check"])
 
 
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("demo_model/**/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    for link in links:
+        name, _, anchor = link.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), link
+        assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), link
+
+
+def anchors(text: str) -> set[str]:
+    """What the headings of a page are called in its address."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_options_of_the_readme_are_options() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", text, re.MULTILINE)
+    defaults = {one.name: str(one.default) for one in dataclasses.fields(Settings)}
+    assert len(rows) == 8
+    assert [default for _, default in rows] == [defaults.get(name, "None") for name, _ in rows]
+    assert {name for name, _ in rows} - defaults.keys() == {"preset"}
+
+
 def test_every_table_and_figure_is_used() -> None:
     text = "".join((ROOT / name).read_text(encoding="utf-8") for name in update_docs.DOCUMENTS)
     assert {found["name"] for found in update_docs.MARKED.finditer(text)} == set(TABLES)
@@ -43,7 +76,7 @@ def test_what_is_out_of_date_is_updated(tmp_path: Path) -> None:
     for name in update_docs.DOCUMENTS:
         (tmp_path / name).write_text(marked.format("the paper's set-up"))
     where = ["--root", str(tmp_path)]
-    with pytest.raises(SystemExit, match=r"README.md, docs/performance.md.*search.svg: out of dat"):
+    with pytest.raises(SystemExit, match=r"README.md, docs/options.md.*search.svg: out of date"):
         update_docs.main([*where, "--check"])
     update_docs.main(where)
     update_docs.main([*where, "--check"])

@@ -163,12 +163,28 @@ def test_what_other_nodes_put_between_blocks_sees_every_token() -> None:
 
     replaced = {("double_block", 1): half, ("single_block", 1): skipped}
     options = {"patches_replace": {"dit": replaced}}
-    residuals = {"input": [torch.ones(2, 24, 32)] * 2, "output": [torch.ones(2, 24, 32)] * 3}
+    residual = zoo_ldm.noise("residual", 0, 2, 24, 32)
+    residuals = {"input": [residual] * 2, "output": [residual] * 3}
     tomesd.apply_patch(model, 0.5, **ALWAYS)
     merged = dit.run(model, inputs)
     assert_differs(dit.run(model, inputs | {"control": residuals}), merged)
     assert_differs(dit.run(model, inputs | {"transformer_options": options}), merged)
     assert seen == [24, TEXT + 24]
+
+
+def test_reuses_what_blocks_gave(dit: ComfyDit) -> None:
+    """Nearly the same call again gets what the blocks added at the first, whatever they write
+    into."""
+    model = dit.build()
+    inputs = dit.inputs(model)
+    time = "timestep" if "timestep" in inputs else "timesteps"
+    later = inputs | {time: inputs[time] * 0.9999}
+    expected = dit.run(model, later)
+    tomesd.apply_patch(model, ratio=0, reuse=2, reuse_start=0.0)
+    dit.run(model, inputs)
+    output = dit.run(model, later)
+    assert not torch.equal(output, expected)
+    assert (output - expected).std() < 0.05 * expected.std()
 
 
 def test_frames_with_times_of_their_own_are_left_alone() -> None:
@@ -188,7 +204,7 @@ def test_a_prepared_patch_leaves_nothing_behind() -> None:
     plain, untouched = dit.run(model, inputs), classes(model)
     merged = dit.run(tomesd.apply_patch(model, 0.5, **ALWAYS), inputs)
     tomesd.remove_patch(model)
-    prepared = prepare(model, tomesd.Settings(0.5, **ALWAYS))
+    prepared = prepare(model, {**ALWAYS, "ratio": 0.5})
     assert classes(model) == untouched
     with prepared.merging():
         assert torch.equal(dit.run(model, inputs), merged)
@@ -211,7 +227,7 @@ def test_times_run_as_the_model_says() -> None:
         flow.set_parameters(shift=3.0, multiplier=multiplier)
         owner = nn.Module()
         owner.diffusion_model, owner.model_sampling = model, flow
-        ((_, patch),) = prepare(owner, tomesd.Settings()).parts
+        ((_, patch),) = prepare(owner, {}).parts
         assert patch.timeline.noise == multiplier and patch.timeline.flow
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-import zoo_dit
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from zoo_diffusers import HOSTS, Host, call, make_unet, module_state, noise, seeded, tokens_into
@@ -451,11 +450,16 @@ def test_freeu_before_and_after_the_patch(name: str) -> None:
     assert torch.equal(host.run(early), plain)
 
 
+def _prior() -> nn.Module:
+    """Makes an embedding of an image, not an image, of the blocks that a UNet has too."""
+    return diffusers.PriorTransformer(2, 8, 1, embedding_dim=8, num_embeddings=7)
+
+
 def _sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
 
-@pytest.mark.parametrize("make", [zoo_dit.DITS["krea2"].build, _sequential])
+@pytest.mark.parametrize("make", [_prior, _sequential])
 def test_unsupported_models_are_refused_and_left_alone(make: Callable[[], Any]) -> None:
     model = make()
     root = getattr(model, "transformer", model)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tomesd.presets import PRESETS, changed, load, preset, save
+from tomesd.presets import PRESETS, TRANSFORMER_PRESETS, changed, load, preset, save
 from tomesd.settings import Settings
 
 RATIO = st.floats(0, 1)
@@ -121,14 +121,15 @@ def test_unknown_options_are_not_saved(tmp_path: Path) -> None:
         save(tmp_path / "s.json", {"ration": 0.5})
 
 
-def test_presets_are_settings_that_say_no_more_than_they_change() -> None:
-    assert list(PRESETS) == ["quality", "balanced", "fast"]
+@pytest.mark.parametrize("kind", ["unet", "transformer"])
+def test_presets_are_settings_that_say_no_more_than_they_change(kind: Any) -> None:
+    assert list(PRESETS) == list(TRANSFORMER_PRESETS) == ["quality", "balanced", "fast"]
     for name in PRESETS:
-        options = preset(name)
+        options = preset(name, kind)
         allowed = {field.name for field in fields(Settings)}
         assert set(options) <= allowed
         assert set(changed(Settings(**options))) >= set(options) - {"ratio"}
         options["ratio"] = 0.9
-        assert preset(name)["ratio"] != 0.9
+        assert preset(name, kind)["ratio"] != 0.9
     with pytest.raises(ValueError, match="preset='best': must be one of 'quality', 'balanced'"):
         preset("best")

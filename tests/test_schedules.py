@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,15 @@ from typing import Any
 import pytest
 import torch
 import zoo_ldm
-from diffusers import EulerDiscreteScheduler
+from diffusers import (
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from hypothesis import given
 from hypothesis import strategies as st
+from merging_dit import SUPPORTED, at_steps_left
 from PIL import Image
 from torch._dynamo.testing import CompileCounterWithBackend
 from zoo_diffusers import HOSTS, make_sd_pipeline
@@ -126,6 +133,12 @@ def test_ranges_and_thresholds() -> None:
         ({"schedule": []}, r"schedule=\[\]: must be"),
         ({"schedule": [0.5, 1.5]}, r"schedule=\[0.5, 1.5\]: must be .* between 0 and 1"),
         ({"schedule": 3}, "schedule=3: must be None"),
+        ({"schedule": [("nearest", 0.5)]}, "must be .* also with a selector"),
+        ({"schedule": [("grid", 0.5, 0.2)]}, "must be .* also with a selector"),
+        (
+            {"schedule": [("grid", 0.5)], "protect": "guidance"},
+            "protect: needs selector='bipartite', not 'grid'",
+        ),
         ({"ratio_end": 0.3}, "ratio_end: needs schedule"),
         ({"start": 0.8, "end": 0.2}, "start=0.8: must be below end=0.2"),
         ({"tau": 1.5}, r"tau=1\.5"),
@@ -166,6 +179,31 @@ def test_the_timestep_alone_says_how_much_is_merged() -> None:
     outside = tomesd.apply_patch(model, start=0.6)
     assert torch.equal(run(outside, 900), run(plain, 900))
     assert not torch.equal(run(outside, 100), run(plain, 100))
+
+
+@pytest.mark.parametrize("build", [SD1.build, SUPPORTED["sd3"].build])
+def test_a_schedule_may_change_the_selector(build: Any) -> None:
+    """Each part of the way merges as if its selector and ratio had been given alone."""
+    host = SD1 if build is SD1.build else SUPPORTED["sd3"]
+    stages = [("grid", 0.75), ("kmeans", 0.5), 0.25]
+
+    def outputs(**options: Any) -> list[torch.Tensor]:
+        model = tomesd.apply_patch(build(), when="always", window=0, metric="input", **options)
+        if host is SD1:
+            return [SD1.run(model, timestep=time) for time in (990, 500, 10)]
+        dit: Any = host
+        inputs = dit.inputs()
+        return [dit.run(model, at_steps_left(dit, inputs, left)) for left in (0.99, 0.5, 0.01)]
+
+    mixed = outputs(schedule=stages)
+    alone = [
+        outputs(selector="grid", ratio=0.75, end=1.0)[0],
+        outputs(selector="kmeans", ratio=0.5, end=1.0)[1],
+        outputs(ratio=0.25, end=1.0)[2],
+    ]
+    for one, two in zip(mixed, alone, strict=True):
+        assert torch.equal(one, two)
+    assert hash(Settings(schedule=stages)) == hash(Settings(schedule=[*stages]))
 
 
 def test_a_function_merges_whatever_the_ratio_says() -> None:
@@ -218,6 +256,40 @@ def test_the_noise_of_other_hosts() -> None:
     torch.testing.assert_close(
         torch.tensor(found.shares, dtype=torch.float64), share, rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "tokens"),
+    [
+        (FlowMatchEulerDiscreteScheduler(shift=1.0), 1024),
+        (FlowMatchEulerDiscreteScheduler(shift=3.0), 1024),
+        (FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), 1024),
+        (FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), 4096),
+        (
+            UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+            ),
+            1024,
+        ),
+    ],
+)
+def test_progress_of_a_flow_is_the_share_of_its_steps(scheduler: Any, tokens: int) -> None:
+    """Wherever the scheduler puts its noise levels; as pipelines set the scheduler up."""
+    steps, config = 20, scheduler.config
+    if config.get("use_dynamic_shifting"):
+        mu = calculate_shift(
+            tokens,
+            config.base_image_seq_len,
+            config.max_image_seq_len,
+            config.base_shift,
+            config.max_shift,
+        )
+        scheduler.set_timesteps(sigmas=[1 - k / steps for k in range(steps)], mu=mu)
+    else:
+        scheduler.set_timesteps(steps)
+    timeline = replace(find_timeline(SimpleNamespace(scheduler=scheduler)), noise=1000.0, flow=True)
+    found = [timeline.progress(float(time), tokens) for time in scheduler.timesteps]
+    assert found == pytest.approx([k / steps for k in range(steps)], abs=0.06)
 
 
 @pytest.mark.parametrize("options", [{"start": 0.5}, {"schedule": [0.5, 0.2]}], ids=str)

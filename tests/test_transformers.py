@@ -13,25 +13,30 @@ from merging_dit import (
     assert_rounding,
     block_calls,
     block_lists,
-    input_name,
     patched_model,
     texts_swapped,
+    tokens_of,
     tokens_seen,
 )
 from zoo_diffusers import module_state
 from zoo_dit import Dit, alone
 
 import tomesd
+from tomesd.patch import patch_of
 
 # Tokens that go at a ratio of 0.5. A picture has 6 x 4 tokens, and a video three times as many.
 REMOVED = {
     "joyimage": 12,
     "flux_kontext": 12 + 3,  # of the reference too
     "flux2_edit": 12 + 3,
+    "flux3_edit": 12 + 3,
+    "bria_fibo2": 12 + 3,
+    "joyimage_plus": 12 + 3,
     "qwen_edit": 12 + 3,
     "qwen_edit_2511": 12 + 3,
     "hunyuan_video_i2v": 24,  # the first frame is given
     "framepack": 24,  # 4 x 4 in each of three frames; the past is left alone
+    "helios": 24,
     "cogvideox_15": 24,  # two frames in a token
     "latte": 8,  # each frame by itself
 }
@@ -149,6 +154,13 @@ PLACES: dict[str, Any] = {
     "lumina2": ((0.0, 1.0), lambda n, k: range(7, 31)),
     "lumina2_uneven": ((0.0, 1.0), lambda n, k: range(7 - k, 31 - k)),
     "framepack": ((0.0, 1.0), lambda n, k: range(n - 48, n)),
+    "helios": ((0.0, 1.0), lambda n, k: range(n - 48, n)),
+    "krea2": ((0.0, 1.0), lambda n, k: range(n - 24, n)),
+    "qwen21": ((0.0, 1.0), lambda n, k: range(n - 24, n)),
+    "ideogram4": ((0.0, 1.0), lambda n, k: range(n - 24, n)),
+    "ernie": ((0.0, 1.0), lambda n, k: range(24)),
+    "bria_fibo2": ((0.0, 1.0), lambda n, k: range(n - 30, n)),
+    "bria_fibo2_uneven": ((0.0, 1.0), lambda n, k: range(24)),
 }
 
 
@@ -178,7 +190,7 @@ def test_text_in_one_sequence_with_the_picture_is_left_alone(name: str) -> None:
 
 def _tokens_into(model: Any, calls: Any, block: str) -> torch.Tensor:
     """What a block got, [B, S, C]: in one call, or in one for each item."""
-    return torch.cat([given[input_name(model)] for name, given in calls if name == block])
+    return torch.cat([tokens_of(model, given) for name, given in calls if name == block])
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video_uneven", "zimage"])
@@ -205,7 +217,7 @@ def test_every_selector(name: str, selector: str) -> None:
         assert_rounding(dit.run(model, alone(inputs, k))[0], merged[k])
 
 
-@pytest.mark.parametrize("name", ["wan", "wan_ti2v", "ltx", "ltx_i2v"])
+@pytest.mark.parametrize("name", ["wan", "wan_ti2v", "ltx", "ltx_i2v", "anyflow"])
 def test_self_attention_on_its_own(name: str) -> None:
     """Where attention takes nothing but the video, it can merge and the rest keep all tokens."""
     dit = SUPPORTED[name]
@@ -218,3 +230,91 @@ def test_self_attention_on_its_own(name: str) -> None:
     assert_differs(merged, dit.run(dit.build(), inputs))
     for k in range(2):
         assert_rounding(dit.run(model, alone(inputs, k))[0], merged[k])
+
+
+@pytest.mark.parametrize("name", ["latte", "anyflow"])
+def test_keys_and_values_on_their_own(name: str) -> None:
+    """Where attention takes as many keys as it is given, only they merge."""
+    dit, seen = SUPPORTED[name], []
+    model, inputs = patched_model(dit, target="kv"), dit.inputs()
+    attention = model.get_submodule(f"{block_lists(model)[0]}.1.attn1")
+    for layer in (attention.to_q, attention.to_k, attention.to_v):
+        layer.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1]))
+    merged = dit.run(model, inputs)
+    full = 16 if name == "latte" else 72
+    assert seen == [full, full // 2, full // 2]
+    assert_differs(merged, dit.run(dit.build(), inputs))
+    assert_differs(merged, dit.run(patched_model(dit, target="attn"), inputs))
+    for k in range(2):
+        assert_rounding(dit.run(model, alone(inputs, k))[0], merged[k])
+
+
+def test_keys_by_hand() -> None:
+    """Attention of AnyFlow with merged keys is that of an unpatched layer which is given the means
+    of the slots, and the positions of their representatives."""
+    dit, plans, calls = SUPPORTED["anyflow"], [], []
+    inputs = alone(dit.inputs(), 0)
+    model = patched_model(dit, target="kv")
+    patch_of(model).observer = lambda scope, block, plan: plans.append(plan)
+    layer = model.blocks[1].attn1
+    hook = lambda m, args, kwargs, output: calls.append((kwargs, output))  # noqa: E731
+    layer.register_forward_hook(hook, with_kwargs=True)
+    dit.run(model, inputs)
+    (given, output), plan = calls[0], plans[0]
+    x, kept = given["hidden_states"], plan.kept[0]
+    means = torch.stack([x[0, plan.slot[0] == slot].mean(dim=0) for slot in range(len(kept))])
+    rope = {"query": given["rotary_emb"]["query"], "key": given["rotary_emb"]["key"][:, :, kept]}
+    with torch.no_grad():
+        plain = (
+            dit.build()
+            .blocks[1]
+            .attn1(x, encoder_hidden_states=means[None], rotary_emb=rope, attention_mask=None)
+        )
+    assert_rounding(output, plain)
+
+
+def test_pictures_are_told_apart_by_what_differs_from_the_first() -> None:
+    """LongCat numbers text 0, the picture that is made 1 and the one that is given 2."""
+    from diffusers.pipelines.longcat_image.pipeline_longcat_image import prepare_pos_ids
+
+    made = prepare_pos_ids(1, "image", (512, 512), height=6, width=4)
+    given = prepare_pos_ids(2, "image", (512, 512), height=2, width=3)
+    dit = SUPPORTED["longcat"]
+    inputs = dit.inputs()
+    more = torch.zeros(2, 6, inputs["hidden_states"].shape[2])
+    inputs["hidden_states"] = torch.cat([inputs["hidden_states"], more], dim=1)
+    inputs["img_ids"] = torch.cat([made, given])
+    model = patched_model(dit, reference_ratio=0.0)
+    dit.run(model, inputs)
+    (decision,) = patch_of(model).decisions
+    assert decision.grid == (1, 6, 4) and decision.remove == 12
+
+
+def test_places_need_not_be_whole_numbers() -> None:
+    """As Flux 3 is given them: in steps of a half, and a number of its own for a reference."""
+    dit = SUPPORTED["flux3_edit"]
+    inputs = dit.inputs()
+    for name, number in (("img_ids", 0), ("image_cond_ids", -1)):
+        ids = inputs[name] * torch.tensor([0, 0.5, 0.5, 0])
+        inputs[name] = ids + torch.tensor([0, 0, 0, number])
+    model = patched_model(dit, reference_ratio=0.0)
+    dit.run(model, inputs)
+    (decision,) = patch_of(model).decisions
+    assert decision.grid == (1, 6, 4) and (decision.tokens, decision.remove) == (30, 12)
+
+
+def test_keys_of_the_text_are_kept_from_step_to_step() -> None:
+    """Qwen-Image 2.1: merged with what the first step kept, the picture is as without."""
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+    dit = SUPPORTED["qwen21"]
+    model, inputs = patched_model(dit), alone(dit.inputs(), 0)
+    del inputs["encoder_hidden_states_mask"]  # a pipeline gives one only if it hides something
+    merged = dit.run(model, inputs)[:, -24:]
+    cache = {"kv_cache": QwenImage21KVCache(4)}
+    first = dit.run(model, inputs | cache | {"kv_cache_mode": "extract"})
+    assert_rounding(first[:, -24:], merged)
+    with block_calls(model) as calls:
+        later = dit.run(model, inputs | cache | {"kv_cache_mode": "cached"})
+    assert_rounding(later, merged)
+    assert [tokens for (tokens,) in tokens_seen(model, calls).values()] == [24, 12, 12, 24]

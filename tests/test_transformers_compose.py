@@ -216,6 +216,7 @@ def test_ip_adapter(patch_first: bool) -> None:
         (SUPPORTED["chroma"], ("controlnet_block_samples", "controlnet_single_block_samples")),
         (SD3, ("block_controlnet_hidden_states",)),
         (QWEN, ("controlnet_block_samples",)),
+        (SUPPORTED["cosmos"], ("block_controlnet_hidden_states",)),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

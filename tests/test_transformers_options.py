@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +15,13 @@ from merging_dit import (
     assert_differs,
     assert_rounding,
     at_noise,
+    at_steps_left,
     block_calls,
     patched_model,
     tokens_seen,
 )
 from zoo_diffusers import HOSTS, module_state
-from zoo_dit import DITS, Dit, alone
+from zoo_dit import Dit, alone
 
 import tomesd
 from tomesd import kept
@@ -94,24 +97,6 @@ def test_options_of_transformers_are_refused_on_unets(host: str, option: dict[st
     before = module_state(model)
     with pytest.raises(ValueError, match=f"{word}.*{kind}"):
         tomesd.apply_patch(model, 0.5, **option)
-    assert module_state(model) == before
-
-
-@pytest.mark.parametrize("name", ["sana"])
-def test_what_cannot_be_done_is_said_with_the_reason(name: str) -> None:
-    model = DITS[name].build()
-    before = module_state(model)
-    with pytest.raises(tomesd.UnsupportedModelError, match=r"Sana.*convolution"):
-        tomesd.apply_patch(model)
-    assert module_state(model) == before
-
-
-@pytest.mark.parametrize("name", sorted(DITS.keys() - SUPPORTED.keys() - {"sana"}))
-def test_unknown_transformers_are_refused(name: str) -> None:
-    model = DITS[name].build()
-    before = module_state(model)
-    with pytest.raises(tomesd.UnsupportedModelError, match="Flux"):
-        tomesd.apply_patch(model)
     assert module_state(model) == before
 
 
@@ -244,6 +229,7 @@ def test_protected_tokens_are_merged_last(name: str, before: int, frames: int, a
 # Which steps
 
 CONVENTIONS = ["flux", "sd3", "wan", "zimage", "lumina2", "mochi", "hidream", "wan_ti2v", "ltx_i2v"]
+CONVENTIONS += ["ideogram4", "anyflow"]
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
@@ -252,9 +238,9 @@ def test_the_late_steps_are_left_alone(name: str) -> None:
     dit = SUPPORTED[name]
     inputs = dit.inputs()
     model = tomesd.apply_patch(dit.build(), 0.5, when="always")
-    for noise, early in ((0.98, True), (0.6, True), (0.4, False), (0.05, False)):
-        now = at_noise(dit, inputs, noise)
-        assert merges(model, dit, now) == early, noise
+    for left, early in ((0.98, True), (0.6, True), (0.4, False), (0.05, False)):
+        now = at_steps_left(dit, inputs, left)
+        assert merges(model, dit, now) == early, left
         if not early:
             assert torch.equal(dit.run(model, now), dit.run(dit.build(), now))
 
@@ -264,11 +250,23 @@ def test_start_and_end(name: str) -> None:
     dit = SUPPORTED[name]
     inputs = dit.inputs()
     model = tomesd.apply_patch(dit.build(), 0.5, when="always", start=0.3, end=0.6)
-    for noise in (0.9, 0.65, 0.45, 0.1):
-        assert merges(model, dit, at_noise(dit, inputs, noise)) == (0.4 <= noise <= 0.7), noise
+    for left in (0.9, 0.65, 0.45, 0.1):
+        assert merges(model, dit, at_steps_left(dit, inputs, left)) == (0.4 <= left <= 0.7), left
     # Who says where it starts says nothing of an end.
     model = tomesd.apply_patch(dit.build(), 0.5, when="always", start=0.3)
     assert merges(model, dit, at_noise(dit, inputs, 0.1))
+
+
+def test_cosmos_goes_by_its_configuration() -> None:
+    """The first one is given a quarter of the logarithm of sigma, the next ones 0 ... 1."""
+    first = SUPPORTED["cosmos"]
+    second = replace(first, config=first.config | {"extra_pos_embed_type": None})
+    logarithms = (math.log(60) / 4, math.log(0.01) / 4)
+    for dit, (early, late) in ((first, logarithms), (second, (0.8, 0.3))):
+        model, inputs = tomesd.apply_patch(dit.build(), 0.5, when="always"), dit.inputs()
+        for time, merged in ((early, True), (late, False)):
+            now = inputs | {"timestep": torch.full((2,), float(time))}
+            assert merges(model, dit, now) == merged
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "zimage"])
@@ -293,7 +291,8 @@ def test_tau_on_flow_models(name: str) -> None:
 def test_schedules(dit: Dit, schedule: dict[str, Any], tokens: list[int]) -> None:
     model = tomesd.apply_patch(dit.build(), 0.5, when="always", **schedule)
     inputs = dit.inputs()
-    seen = [seen_by_blocks(model, dit, at_noise(dit, inputs, noise)) for noise in (0.98, 0.5, 0.1)]
+    steps = [at_steps_left(dit, inputs, left) for left in (0.98, 0.5, 0.1)]
+    seen = [seen_by_blocks(model, dit, step) for step in steps]
     assert [min(blocks.values()) for blocks in seen] == tokens
 
 
@@ -363,8 +362,14 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 DESCRIBED = [
     "flux", "sd3", "qwen", "zimage", "lumina2", "auraflow", "hidream", "hunyuan_dit", "wan",
     "hunyuan_video", "framepack", "hunyuan_video15", "cogvideox_15", "ltx", "mochi", "latte",
+    "krea2", "nucleus", "ernie", "ideogram4", "bria_fibo2_uneven", "kandinsky5", "anyflow",
+    "helios",
 ]  # fmt: skip
-READ_WHAT_THEY_COMPUTE = ("hidream", "hunyuan_video15")  # experts; a picture that is not there
+READ_WHAT_THEY_COMPUTE = (
+    "hidream",
+    "hunyuan_video15",
+    "nucleus",
+)  # experts; a picture that is not there
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
@@ -384,6 +389,15 @@ def test_described_as_it_is(name: str) -> None:
         assert part.saved == 0 and "operations unknown" in str(part)
     else:
         assert 0.01 < part.saved < 0.6 and f"{part.saved:.1%}" in str(part)
+
+
+@pytest.mark.parametrize("name", ["zimage", "anyflow"])
+def test_description_leaves_nothing_behind(name: str) -> None:
+    """Both keep their positions from call to call; those of a description have no data."""
+    dit = SUPPORTED[name]
+    described, inputs = patched_model(dit), dit.inputs()
+    tomesd.describe(described, 96, 64, 9)
+    assert torch.equal(dit.run(described, inputs), dit.run(patched_model(dit), inputs))
 
 
 def test_sequences_split_over_devices_are_refused() -> None:

@@ -16,7 +16,7 @@ import tomesd
 from tomesd.patch import patch_of
 from tomesd.settings import Settings
 
-UNSUPPORTED = {"sana", "krea2", "nucleus", "ernie"}
+UNSUPPORTED = {"sana"}
 SUPPORTED = [name for name in PIPELINES if name not in UNSUPPORTED]
 TRANSFORMERS = [name for name in SUPPORTED if name != "pixart_sigma"]  # which has a UNet's blocks
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from merging_dit import SUPPORTED, assert_rounding, block_calls, input_name, patched_model
+from merging_dit import ALWAYS, SUPPORTED, assert_rounding, block_calls, input_name, patched_model
 from torch import Tensor
 from zoo_dit import Dit, alone
 
@@ -42,6 +42,13 @@ class Hand:
     image: int | None = None
     """Where the picture is in what the block gives; None: it gives nothing else."""
     text: int | None = None
+    pixels: int = 2
+    """Side of the patch that becomes a token."""
+    tokens_first: bool = False
+    """Whether blocks take and give [tokens, batch, channels]."""
+
+    def turned(self, x: Any) -> Any:
+        return x.transpose(0, 1) if self.tokens_first else x
 
 
 def rope_after_text(given: Given, rows: Tensor) -> Given:
@@ -91,6 +98,49 @@ def rope_of_hunyuan(given: Given, rows: Tensor) -> Given:
     return given | {name: (cos[rows], sin[rows]), "attention_mask": mask[..., every]}
 
 
+def rows_of(count: str = "", **axes: int) -> Callable[[Given, Tensor], Given]:
+    """Arguments with a row for each token of the sequence on an axis; those of a text may follow.
+    In `count`, the number of tokens that are made."""
+
+    def cut(given: Given, rows: Tensor) -> Given:
+        tokens = next(given[n].shape[1] for n in ("hidden_states", "x", "vis") if n in given)
+        if "temb" in axes and axes["temb"] == 0:  # [tokens, batch, channels]
+            tokens = given["x"].shape[0]
+
+        def cut_one(value: Any, axis: int) -> Any:
+            if isinstance(value, dict):
+                return {name: cut_one(part, axis) for name, part in value.items()}
+            if isinstance(value, tuple | list):
+                return type(value)(cut_one(part, axis) for part in value)
+            if value is None or value.shape[axis] == 1:
+                return value
+            after = torch.arange(tokens, value.shape[axis])
+            return value.index_select(axis, torch.cat([rows, after]))
+
+        made = {count: given[count] - tokens + len(rows)} if count else {}
+        return given | made | {name: cut_one(given[name], axes[name]) for name in axes}
+
+    return cut
+
+
+def rows_of_flux3(given: Given, rows: Tensor) -> Given:
+    return rope_after_text(given, rows) | {"temb_mod": given["temb_mod"][:, rows]}
+
+
+def rows_of_nucleus(given: Given, rows: Tensor) -> Given:
+    """Positions of picture and text apart, and a mask of both in a dictionary."""
+    every = torch.cat([rows, torch.arange(24, 24 + 7)])
+    masks = {name: mask[:, every] for name, mask in given["attention_kwargs"].items()}
+    picture, text = given["image_rotary_emb"]
+    return given | {"image_rotary_emb": (picture[rows], text), "attention_kwargs": masks}
+
+
+def rows_of_ideogram(given: Given, rows: Tensor) -> Given:
+    cos, sin = given["image_rotary_emb"]
+    mask = given["attention_mask"][:, :, rows][..., rows]
+    return given | {"image_rotary_emb": (cos[:, rows], sin[:, rows]), "attention_mask": mask}
+
+
 DUAL, SINGLE = "transformer_blocks", "single_transformer_blocks"
 FLUX_RUNS = [(DUAL, range(1, 3)), (SINGLE, range(3))]
 HANDS: dict[str, Hand] = {
@@ -120,6 +170,53 @@ HANDS: dict[str, Hand] = {
         image=0,
         text=1,
     ),
+    "flux3_edit": Hand(
+        [(SINGLE, range(1, 3))], [(1, 6, 4), (1, 2, 3)], rows_of_flux3, image=1, text=0
+    ),
+    "krea2": Hand(
+        [(DUAL, range(1, 3))],
+        [7, (1, 6, 4)],
+        rows_of(image_rotary_emb=0, attention_mask=3),
+    ),
+    "qwen21": Hand(
+        [(DUAL, range(1, 3))],
+        [7, (1, 6, 4)],
+        rows_of(rotary_emb=0, target_token_mask=0, key_valid=1),
+    ),
+    "nucleus": Hand([(DUAL, range(1, 3))], PICTURE, rows_of_nucleus),
+    "ernie": Hand(
+        [("layers", range(1, 3))],
+        PICTURE,
+        rows_of(rotary_pos_emb=1, temb=0, attention_mask=3),
+        pixels=1,
+        tokens_first=True,
+    ),
+    "ideogram4": Hand(
+        [("layers", range(1, 3))], [7, (1, 6, 4)], rows_of_ideogram, time=lambda time: 1 - time
+    ),
+    "bria_fibo2": Hand(
+        [("layers", range(1, 3))],
+        [8, (1, 6, 4), (1, 2, 3)],
+        rows_of(freqs_cis=1, noise_mask=1),
+    ),
+    "joyimage_plus": Hand(
+        [("double_blocks", range(1, 3))],
+        [(1, 6, 4), (1, 2, 3)],
+        rows_of(image_rotary_emb=1, attention_mask=3),
+        image=0,
+        text=1,
+    ),
+    "helios": Hand(
+        [("blocks", range(1, 3))],
+        [40, (3, 4, 4)],
+        rows_of("original_context_length", rotary_emb=1, temb=1),
+    ),
+    "anyflow": Hand([("blocks", range(1, 3))], VIDEO, rows_of(rotary_emb=2, temb=1)),
+    "cosmos_v2w": Hand(
+        [(DUAL, range(1, 3))],
+        VIDEO,
+        rows_of(image_rotary_emb=0, extra_pos_emb=1, temb=1, embedded_timestep=1),
+    ),
 }
 
 
@@ -142,7 +239,7 @@ def slots_of(x: Tensor, hand: Hand, time: Tensor) -> list[list[int]]:
                 h * w // 2,
                 backend="reference",
                 timestep=time,
-                key=kernels.draw_key(0, 2),
+                key=kernels.draw_key(0, hand.pixels),
             )
             for slot, kept in enumerate(plan.kept[0].tolist()):
                 others = [n for n in range(h * w) if plan.slot[0, n] == slot and n != kept]
@@ -177,19 +274,20 @@ def run_by_hand(model: Any, dit: Dit, inputs: Given, hand: Hand, extra: Any = No
         dit.run(model, inputs)
         x = text = None
         for path, blocks in hand.runs:
-            given = next(args for block, args in calls if block == f"{path}.{blocks[0]}")
+            given_to = {block: args for block, args in reversed(calls)}
+            given = given_to[f"{path}.{blocks[0]}"]
             if x is None:
-                x, text = given[name], given.get("encoder_hidden_states")
+                x, text = hand.turned(given[name]), given.get("encoder_hidden_states")
                 slots = slots_of(x, hand, time)
                 rows = torch.tensor([tokens[0] for tokens in slots])
             merged = now = merged_by_hand(x, slots)
-            cut = hand.cut(given, rows)
             for number in blocks:
-                cut[name] = now
+                cut = hand.cut(given_to[f"{path}.{number}"], rows)
+                cut[name] = hand.turned(now)
                 if hand.text is not None:
                     cut["encoder_hidden_states"] = text
                 output = getattr(model, path)[number](**cut)
-                now = output if hand.image is None else output[hand.image]
+                now = hand.turned(output if hand.image is None else output[hand.image])
                 text = text if hand.text is None else output[hand.text]
                 if extra is not None:  # all tokens again, so that it can be added
                     x = restored_by_hand(x, now - merged, slots) + extra[number]
@@ -197,7 +295,9 @@ def run_by_hand(model: Any, dit: Dit, inputs: Given, hand: Hand, extra: Any = No
             x = restored_by_hand(x, now - merged, slots)
     path, blocks = hand.runs[-1]
     last = getattr(model, path)[blocks[-1] + 1]
-    changes = {name: x} | ({} if hand.text is None else {"encoder_hidden_states": text})
+    changes = {name: hand.turned(x)} | (
+        {} if hand.text is None else {"encoder_hidden_states": text}
+    )
     with last.register_forward_pre_hook(_giving(last, changes), with_kwargs=True):
         return dit.run(model, inputs)
 
@@ -243,9 +343,7 @@ def test_controlnet_residuals_between_blocks_as_by_hand(name: str) -> None:
     plain = dit.run(model, inputs)
     expected = run_by_hand(dit.build(), dit, inputs, hand, residuals)
     assert (expected - plain).std() > 0.02 * plain.std()
-    assert_rounding(
-        dit.run(tomesd.apply_patch(model, 0.5, when="always", end=1.0), inputs), expected
-    )
+    assert_rounding(dit.run(tomesd.apply_patch(model, 0.5, **ALWAYS), inputs), expected)
 
 
 def test_the_hand_would_notice_rows_of_other_tokens() -> None:

@@ -84,13 +84,14 @@ SPECIAL = {
     "allegro": {"encoder_hidden_states"},
     "hunyuan_image": {"encoder_hidden_states_2", "encoder_attention_mask_2"},
     "pixart_sigma": {"encoder_hidden_states"},
+    "motif": {"image_embeds"},
 }
 # May be left out: masks that hide nothing, settings of blocks, residuals of ControlNets.
 OPTIONAL = {
     "encoder_attention_mask", "attention_mask", "attention_kwargs", "joint_attention_kwargs",
     "controlnet_block_samples", "controlnet_single_block_samples", "controlnet_blocks_repeat",
     "block_controlnet_hidden_states", "control_hidden_states_scale", "rope_interpolation_scale",
-    "enable_temporal_attentions", "image_noise_mask", "return_dict",
+    "enable_temporal_attentions", "image_noise_mask", "return_dict", "scale_factor",
 }  # fmt: skip
 
 

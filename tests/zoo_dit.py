@@ -33,8 +33,9 @@ UNIT_TIME = {
     "Lumina2Transformer2DModel", "LuminaNextDiT2DModel", "AuraFlowTransformer2DModel",
     "OvisImageTransformer2DModel", "LongCatImageTransformer2DModel", "Krea2Transformer2DModel",
     "NucleusMoEImageTransformer2DModel", "PRXTransformer2DModel", "OmniGenTransformer2DModel",
+    "BriaFibo2Transformer2DModel", "Ideogram4Transformer2DModel", "QwenImage21Transformer2DModel",
 }  # fmt: skip
-TIMES = ("timestep", "timesteps", "t", "sigma", "audio_timestep")
+TIMES = ("timestep", "timesteps", "t", "sigma", "audio_timestep", "r_timestep")
 # Arguments without a batch axis: one for all items.
 SHARED = {
     "img_ids", "txt_ids", "image_rotary_emb", "ofs", "num_frames", "height", "width",
@@ -44,7 +45,7 @@ SHARED = {
     "input_img_latents", "input_image_sizes", "cross_attention_kwargs",
 }  # fmt: skip
 # Arguments that are a list of one tensor [B, ...] per layer, not of one entry per item.
-LAYERS = {"text_encoder_layers", "id_vit_hidden"}
+LAYERS = {"text_encoder_layers", "id_vit_hidden", "context_latents"}
 # Arguments whose batch axis is not the first one.
 BATCH_AXIS = {"encoder_hidden_states_llama3": 1}
 
@@ -217,6 +218,8 @@ QWEN: dict[str, Any] = {
     "joint_attention_dim": 32,
     "axes_dims_rope": (4, 6, 6),
 }
+QWEN21 = {k: v for k, v in QWEN.items() if k != "joint_attention_dim"}
+QWEN21 |= {"context_in_dim": 32, "out_channels": 16}
 ZIMAGE: dict[str, Any] = {
     "in_channels": 4,
     "dim": 32,
@@ -581,6 +584,7 @@ COSMOS: dict[str, Any] = {
     "adaln_lora_dim": 8,
     "max_size": (4, 16, 16),
     "concat_padding_mask": False,  # would need torchvision
+    "controlnet_block_every_n": 2,
 }
 KANDINSKY5: dict[str, Any] = {
     "in_visual_dim": 4,
@@ -593,6 +597,39 @@ KANDINSKY5: dict[str, Any] = {
     "num_text_blocks": 1,
     "num_visual_blocks": 4,
     "axes_dims": (4, 6, 6),
+}
+
+
+HELIOS = WAN | {"rope_dim": (4, 6, 6), "is_amplify_history": True}
+HELIOS.pop("rope_max_seq_len")
+KANDINSKY6 = KANDINSKY5 | {"in_audio_dim": 6, "out_audio_dim": 6, "visual_cond": False}
+KANDINSKY6 |= {"ca_rope": True, "num_visual_blocks": 6}
+FIBO2: dict[str, Any] = {
+    "in_channels": 4,
+    "dim": 32,
+    "n_layers": 4,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "cap_feat_dim": 24,
+    "injection_layer_ids": (1, 2),
+    "perceiver_num_layers": 1,
+    "min_num_gist_tokens": 4,
+    "max_num_gist_tokens": 8,
+    "gist_step": 2,
+    "gist_min_text_len": 4,
+    "gist_max_text_len": 8,
+    "axes_dims": (4, 6, 6),
+    "axes_lens": (64, 32, 32),
+}
+IDEOGRAM: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "adaln_dim": 16,
+    "llm_features_dim": 24,
+    "mrope_section": (4, 2, 2),
 }
 
 
@@ -646,6 +683,25 @@ def _reference_flux3(inputs: Inputs, height: int, width: int, frames: int) -> In
     }
 
 
+def _reference_joy(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """A reference of 2 x 3 patches behind the picture, and texts of different lengths."""
+    hidden, texts = inputs["hidden_states"], inputs["encoder_hidden_states"]
+    more = hidden.new_zeros(len(hidden), 6, *hidden.shape[2:])
+    mask = torch.ones(texts.shape[:2], dtype=torch.bool)
+    inputs = inputs | {
+        "hidden_states": torch.cat([hidden, more], dim=1),
+        "shape_list": [[*shapes, (1, 2, 3)] for shapes in inputs["shape_list"]],
+        "encoder_hidden_states_mask": mask,
+    }
+    return _uneven("encoder_hidden_states_mask")(inputs, height, width, frames)
+
+
+def _reference_fibo(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """A reference of 2 x 3 tokens in an argument of its own."""
+    hidden = inputs["hidden_states"]
+    return inputs | {"context_latents": [hidden.new_zeros(len(hidden), hidden.shape[1], 4, 6)]}
+
+
 def _second_text(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
     """A text of letters in the picture, shorter in the second item."""
     batch = len(inputs["hidden_states"])
@@ -658,6 +714,20 @@ def _diffusion_forcing(inputs: Inputs, height: int, width: int, frames: int) -> 
     """A time per frame: [B, frames]."""
     times = _times(inputs["timestep"], 1, frames)
     return inputs | {"timestep": times, "enable_diffusion_forcing": True}
+
+
+def _any_times(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """As AnyFlow has it: two times per frame, [B, frames]."""
+    times = _times(inputs["timestep"][:, 0], 1, frames)
+    return inputs | {"timestep": times, "r_timestep": times}
+
+
+def _fibo_texts(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
+    """Texts so different in length that the model makes more of one than of the other."""
+    shape = inputs["encoder_hidden_states"].shape
+    mask = torch.ones(shape[0], shape[2], dtype=torch.bool)
+    mask[1:2, 4:] = False
+    return inputs | {"encoder_attention_mask": mask}
 
 
 def _time_per_frame(inputs: Inputs, height: int, width: int, frames: int) -> Inputs:
@@ -776,6 +846,12 @@ DITS = {
             QWEN | {"zero_cond_t": True},
             change=_reference_qwen,
         ),
+        Dit(
+            "qwen21",
+            "QwenImage21Transformer2DModel",
+            QWEN21,
+            change=_mask("encoder_hidden_states_mask", "encoder_hidden_states"),
+        ),
         Dit("zimage", "ZImageTransformer2DModel", ZIMAGE),
         Dit("zimage_uneven", "ZImageTransformer2DModel", ZIMAGE, change=_long_caption),
         Dit("lumina2", "Lumina2Transformer2DModel", LUMINA2),
@@ -856,7 +932,12 @@ DITS = {
             KREA2,
             change=_mask("encoder_attention_mask", "encoder_hidden_states"),
         ),
-        Dit("nucleus", "NucleusMoEImageTransformer2DModel", NUCLEUS),
+        Dit(
+            "nucleus",
+            "NucleusMoEImageTransformer2DModel",
+            NUCLEUS,
+            change=_mask("encoder_hidden_states_mask", "encoder_hidden_states"),
+        ),
         Dit("lumina_next", "LuminaNextDiT2DModel", LUMINA_NEXT, change=_lumina_rope),
         Dit(
             "prx",
@@ -878,5 +959,17 @@ DITS = {
         Dit("cosmos", "CosmosTransformer3DModel", COSMOS),
         Dit("cosmos_v2w", "CosmosTransformer3DModel", COSMOS, change=_time_per_frame),
         Dit("kandinsky5", "Kandinsky5Transformer3DModel", KANDINSKY5),
+        Dit("kandinsky6", "Kandinsky6Transformer3DModel", KANDINSKY6),
+        Dit("anyflow", "AnyFlowTransformer3DModel", WAN, change=_any_times),
+        Dit("helios", "HeliosTransformer3DModel", HELIOS, size=(8, 8)),
+        Dit("bria_fibo2", "BriaFibo2Transformer2DModel", FIBO2, change=_reference_fibo),
+        Dit(
+            "bria_fibo2_uneven",
+            "BriaFibo2Transformer2DModel",
+            FIBO2,
+            change=_fibo_texts,
+        ),
+        Dit("ideogram4", "Ideogram4Transformer2DModel", IDEOGRAM),
+        Dit("joyimage_plus", "JoyImageEditPlusTransformer3DModel", JOY, change=_reference_joy),
     )
 }

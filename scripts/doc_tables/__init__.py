@@ -6,11 +6,11 @@ from .rows import Results, Table
 __all__ = ["FIGURES", "TABLES", "Results", "Table"]
 
 TABLES = {
-    "demo": readme.demo,
+    "demo": performance.demo,
     "options": readme.options,
-    "speed": readme.speed,
+    "speed": performance.speed,
     "quality": readme.quality,
-    "memory on a CPU": readme.memory_cpu,
+    "memory on a CPU": performance.memory_cpu,
     "transformers": performance.transformers,
     "graph": performance.graph,
     "eager": performance.eager,
@@ -29,6 +29,7 @@ TABLES = {
     "quality against speed": quality.front,
     "quality of presets": quality.preset_quality,
     "search": quality.search,
+    "steps": quality.steps_left_out,
     "defaults": quality.defaults,
     **{name: quality.ablation(name) for name in ("partition", "layers", "levels", "schedule")},
     "other algorithms": quality.other_algorithms,

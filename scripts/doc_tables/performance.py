@@ -24,6 +24,27 @@ def transformers(results: Results) -> Table:
     return Table(header, lines, rows_of(found))
 
 
+def speed(results: Results) -> Table:
+    """A step replayed as a CUDA graph, as it is and compiled; defaults but for what rows say."""
+    tuned = {
+        one.first["setting"]: one
+        for one in results.settings("compile")
+        if one.first["mode"] == "compile-autotune"
+    }
+    lines = []
+    for graph in results.settings("graph"):
+        setting = graph.first["setting"]
+        cells = [
+            gained(graph, graph.find(label)) for label in ("unpatched", "original", EVERY_BLOCK)
+        ]
+        compiled = tuned[setting]
+        cells += [gained(compiled, compiled.find(label)) for label in ("unpatched", EVERY_BLOCK)]
+        lines.append([setting, *cells])
+    names = ["unpatched", ORIGINAL, OURS, "compiled", f"compiled, {OURS}"]
+    measured = [*results.settings("graph"), *tuned.values()]
+    return Table(["one step of, ms", *names], lines, rows_of(measured))
+
+
 def bound(results: Results, section: str) -> Table:
     """The eight settings in a mode, and how much of the possible gain each variant makes."""
     labels = ("unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS)
@@ -187,6 +208,33 @@ def cpu(results: Results) -> Table:
         rows = [merged.get((ratio, kind)) for kind in ("original", "tomesd")]
         lines.append([f"{ratio:g}", *(gained(found, row) for row in rows)])
     return Table(["ratio", ORIGINAL, OURS], lines, list(found))
+
+
+def demo(results: Results) -> Table:
+    rows = results.file("demo_cpu")
+    lines = []
+    for row in rows:
+        quality = ["-", "-"]
+        if row["psnr"] is not None:
+            quality = [f"{row['psnr']:.1f} dB", f"{row['ssim']:.3f}"]
+        seconds = row["step_seconds"]
+        step = f"{seconds:.2f} s ({rows[0]['step_seconds'] / seconds:.2f}x)"
+        lines.append([f"{row['ratio']:g}", f"{row['tokens']:,}", step, *quality])
+    return Table(["ratio", "tokens", "a step on two CPU cores", "PSNR", "SSIM"], lines)
+
+
+def memory_cpu(results: Results) -> Table:
+    mib = {
+        (r["grid"], r["merged"], r["library"]): r["forward_mib"] for r in results.file("memory_cpu")
+    }
+    lines = []
+    for grid in dict.fromkeys(grid for grid, *_ in mib):
+        base = mib[grid, "unpatched", "none"]
+        for merged in ("attention", "everything"):
+            found = [mib[grid, merged, library] for library in ("tomesd 0.1.3", "tomesd")]
+            cells = [f"{value:,} MiB ({value / base:.2f}x)" for value in found]
+            lines.append([grid, merged, f"{base:,} MiB", *cells])
+    return Table(["tokens", "merged, r = 0.5", "unpatched", ORIGINAL, OURS], lines)
 
 
 def rows_of(found: Iterable[Comparison]) -> list[Row]:

@@ -186,3 +186,18 @@ def other_algorithms(results: Results) -> Table:
 
 def options_of(settings: dict[str, Any]) -> str:
     return ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
+
+
+def steps_left_out(results: Results) -> Table:
+    """Fewer steps, steps left out and merged tokens, on the embedded transformer."""
+    rows = list({row["variant"]: row for row in results.file("steps_cpu")}.values())
+    lines = [
+        [
+            row["variant"],
+            f"{row['work']:.2f}",
+            f"{sum(row['psnr']) / len(row['psnr']):.1f} dB "
+            f"({min(row['psnr']):.1f} to {max(row['psnr']):.1f})",
+        ]
+        for row in sorted(rows, key=lambda row: -row["work"])
+    ]
+    return Table(("", "work", "PSNR"), lines, rows)

@@ -51,7 +51,7 @@ def apply_patch(
     when: When = DEFAULT,
     backend: Backend = DEFAULT,
     selector: Selector = DEFAULT,
-    metric: Metric = DEFAULT,
+    metric: Metric | None = DEFAULT,
     target: Target | None = DEFAULT,
     depth: Depth | None = DEFAULT,
     st: int | None = DEFAULT,
@@ -62,6 +62,9 @@ def apply_patch(
     start: float | None = DEFAULT,
     end: float | None = DEFAULT,
     tau: float | None = DEFAULT,
+    reuse: int | None = DEFAULT,
+    reuse_start: float | None = DEFAULT,
+    extrapolate: bool = DEFAULT,
     level_ratios: Mapping[int, float] | None = DEFAULT,
     kind_ratios: Mapping[str, float] | None = DEFAULT,
     protect: Protect = DEFAULT,
@@ -88,11 +91,9 @@ def apply_patch(
     """
     given = {name: value for name, value in locals().items() if value is not DEFAULT}
     del given["model"], given["preset"]
-    options = {} if preset is None else preset_options(preset)
-    asked = Settings(**{**options, **given})
-    prepared = prepare(model, asked)
+    prepared = prepare(model, given, preset)
     remove_patch(model)
-    asked.warn_if_capped()
+    prepared.parts[0][1].asked.warn_if_capped()
     try:
         for sites, patch in prepared.parts:
             _swap_all(sites, patch)
@@ -126,12 +127,21 @@ class Prepared:
                 _swap_all(sites, patch)
 
 
-def prepare(model: Any, asked: Settings) -> Prepared:
+def prepare(model: Any, options: Mapping[str, Any], preset: Preset | None = None) -> Prepared:
     """Finds what `apply_patch` would change in `model`, and changes nothing. Raises as it does."""
+    # What is wrong with the options alone is said before the model is looked at.
+    Settings(**options)
     found = find_models(model)
-    patches = [_make_patch(model, part, asked) for part in found]
+    patches = [
+        _make_patch(model, part, Settings(**{**_options(preset, part), **options}))
+        for part in found
+    ]
     sites = [part.sites(patch.settings) for part, patch in zip(found, patches, strict=True)]
     return Prepared(found, list(zip(sites, patches, strict=True)))
+
+
+def _options(preset: Preset | None, part: FoundModel) -> dict[str, Any]:
+    return {} if preset is None else preset_options(preset, part.kind)
 
 
 def _make_patch(model: Any, part: FoundModel, asked: Settings) -> Patch:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .api import patched
 from .hosts import FoundModel, UnsupportedModelError, find_models
 from .hosts.inputs import example_inputs
-from .patch import patch_of, role_of
+from .patch import original_class, patch_of, role_of
 from .selectors import plan_flops
 from .settings import Settings
 from .state import Call, Decision, LeftAlone, Patch, Scope, run_inside
@@ -217,6 +217,16 @@ def _clear_caches(module: nn.Module) -> None:
                 function.cache_clear()
 
 
+def _owners(module: nn.Module) -> list[Any]:
+    """What may keep tensors for the next call: all modules, and objects of the same package in
+    them. AnyFlow keeps its positions in one of the first, Z-Image in one of the second kind."""
+    parts = list(module.modules())
+    package = original_class(module).__module__.split(".")[0]
+    held = [value for part in parts for value in vars(part).values() if hasattr(value, "__dict__")]
+    helpers = [value for value in held if type(value).__module__.split(".")[0] == package]
+    return [*parts, *(value for value in helpers if not isinstance(value, nn.Module | type))]
+
+
 def _run(
     module: nn.Module, patch: Patch, settings: Settings, size: tuple[int, int], inputs: Any
 ) -> tuple[int, list[Decision]]:
@@ -231,6 +241,7 @@ def _run(
         display=False,
         custom_mapping={cpu_attention: _attention_flops, **plan_flops()},
     )
+    attributes = [(vars(owner), dict(vars(owner))) for owner in _owners(module)]
     # Models may read short tensors such as masks, if these are known to be constant.
     limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, 1 << 24
     try:
@@ -240,6 +251,9 @@ def _run(
                 run_inside(Scope(call), module, **constants)
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+        for now, before in attributes:
+            now.clear()
+            now.update(before)
         _clear_caches(module)
     return counter.get_total_flops(), call.decisions
 

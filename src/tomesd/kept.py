@@ -45,6 +45,12 @@ class Kept:
         found: Tensor = getattr(self.local, name)
         return found
 
+    def forget(self, prefix: str) -> None:
+        """Lets go of the tensors of this thread whose names begin so."""
+        tensors = vars(self.local)
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            del tensors[name]
+
 
 def _allocate(
     kept: str,

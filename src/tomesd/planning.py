@@ -1,5 +1,6 @@
 """Makes the plans of blocks and regions, from what their call of the model knows."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from .state import Call, Patch, Scope, Segment
 from .volume import plan_tokens
 
 __all__ = [
+    "expect_clean",
     "find_plan",
     "load_kernels",
     "make_plan",
@@ -32,7 +34,7 @@ def find_plan(
     if plan is None:
         # What is kept is written over later, when a backward pass might still need it.
         kept = scope.settings.share == "steps" and scope.call.timestep is not None
-        keep = kept and not x.requires_grad and not scope.patch.selector.fixed
+        keep = kept and not x.requires_grad and not scope.call.selector.fixed
         plan = make_plan(scope, block, x, segments, keep=keep)
         if scope.settings.share != "block":
             scope.call.plans.append((segments, plan))
@@ -85,7 +87,7 @@ def _select(
     scope: Scope, metric: Tensor, cells: Cells, remove: int, draw: Draw, number: int | None
 ) -> MergePlan:
     """The plan of an image, or of a group of frames in each of a batch."""
-    settings, selector = scope.settings, scope.patch.selector
+    settings, selector = scope.settings, scope.call.selector
     if number is None:
         return selector(
             metric, cells, remove, backend=settings.backend, timestep=draw.timestep, key=draw.key
@@ -143,6 +145,9 @@ def _metric(scope: Scope, block: nn.Module, x: Tensor) -> Tensor:
         found = _keys(scope.patch, block, found)
     elif kind == "mean":
         found = angle_to_mean(found)
+    elif kind == "clean" and scope.call.clean is not None:
+        fits = scope.call.clean.shape[:2] == x.shape[:2]
+        found = scope.call.clean if fits else found
     elif kind == "previous" and not x.requires_grad and scope.call.timestep is not None:
         note = _Note(scope.call, f"block_{scope.place}", found.shape, found.dtype)
         output, same_image = note.recall(x.device)
@@ -217,6 +222,42 @@ def note_output(call: Call, place: str, output: Any) -> None:
         return
     if isinstance(output, Tensor) and not output.requires_grad:
         _Note(call, f"block_{place}", output.shape, output.dtype).write(output)
+
+
+@torch.no_grad()
+def expect_clean(call: Call, tokens: Tensor) -> None:
+    """Notes the image that the last two latents of a rectified flow lead to.
+
+    A latent is `(1 - s) image + s noise`, and a step goes straight on, so two latents tell the
+    image: the same for both halves of guidance, in one batch or in two calls.
+
+    Args:
+        tokens: of the latent, `[B, N, C]`.
+    """
+    if call.settings.metric != "clean" or call.timestep is None:
+        return
+    shape, tensor = tuple(int(side) for side in tokens.shape), call.patch.kept.tensor
+    names = "_".join(map(str, shape))
+    now = _times(call, shape[0])
+    assert now is not None
+    now = now.reshape(-1).float()
+    times = [
+        tensor(f"{name}_{names}_time", tuple(now.shape), now.dtype, tokens.device, fill=math.inf)
+        for name in ("latent", "earlier")
+    ]
+    last, earlier = (
+        tensor(name, shape, tokens.dtype, tokens.device) for name in ("latent", "earlier")
+    )
+    moved = (now != times[0]).all()  # not the second call at one time
+    earlier.copy_(torch.where(moved, last, earlier))
+    times[1].copy_(torch.where(moved, times[0], times[1]))
+    last.copy_(tokens)
+    times[0].copy_(now)
+    # Times that stand still or rise begin another image, of which there is one latent only.
+    falls = times[1].isfinite() & (now < times[1])
+    share = torch.where(falls, now / (times[1] - now), 0.0).to(tokens.dtype)
+    share = share.repeat_interleave(shape[0] // share.numel()).view(-1, 1, 1)
+    call.clean = tokens + share * torch.where(share > 0, tokens - earlier, 0.0)
 
 
 def recall_guidance(call: Call, latent: Tensor) -> None:

@@ -13,25 +13,34 @@ from torch import Tensor
 from .files import write_text
 from .settings import Settings
 
-__all__ = ["PRESETS", "Preset", "changed", "load", "preset", "save"]
+__all__ = ["PRESETS", "TRANSFORMER_PRESETS", "Kind", "Preset", "changed", "load", "preset", "save"]
 
 FORMAT = 1
 
 Preset = Literal["quality", "balanced", "fast"]
 
-# What the search in docs/quality.md led to.
+Kind = Literal["unet", "transformer"]
+
+# What the search in docs/quality.md led to, on a UNet.
 PRESETS: dict[str, dict[str, Any]] = {
     "quality": {"target": "kv", "ratio": 0.5, "proportional": True},
     "balanced": {"target": "kv", "ratio": 0.75, "window": 8},
     "fast": {"target": "stack", "ratio": 0.5, "end": 0.7},
 }
 
+# On transformers, reusing keeps an image far better than merging does: see the same document.
+TRANSFORMER_PRESETS: dict[str, dict[str, Any]] = {
+    "quality": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.5},
+    "balanced": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.25},
+    "fast": {"ratio": 0.0, "reuse": 3, "reuse_start": 0.25},
+}
 
-def preset(name: str) -> dict[str, Any]:
-    """The options of a preset, as a dictionary of its own."""
+
+def preset(name: str, kind: Kind = "unet") -> dict[str, Any]:
+    """The options of a preset for a kind of model, as a dictionary of its own."""
     if name not in PRESETS:
         raise ValueError(f"preset={name!r}: must be one of {', '.join(map(repr, PRESETS))}")
-    return dict(PRESETS[name])
+    return dict((PRESETS if kind == "unet" else TRANSFORMER_PRESETS)[name])
 
 
 def changed(settings: Settings) -> dict[str, Any]:

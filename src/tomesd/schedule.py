@@ -1,17 +1,38 @@
 """How the ratio changes while an image is made: from the timestep, and nothing that is counted."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from .settings import Settings
 
-__all__ = ["Timeline", "ratio_at"]
+__all__ = ["Shift", "Timeline", "ratio_at", "stage_at"]
 
 # Every ratio makes another number of tokens, and so other shapes to allocate and compile for.
 _TWENTIETH = 20
+
+
+@dataclass(frozen=True)
+class Shift:
+    """How the steps of a rectified flow gather at high noise.
+
+    A flow whose noise levels are shifted by s has the level `s u / (1 + (s - 1) u)` when a share u
+    of its steps is still to come. (Esser et al., Scaling Rectified Flow Transformers, 2024.)
+    """
+
+    factor: float = 3.0
+    """s. That of Stable Diffusion 3, unless the scheduler has another."""
+    growth: tuple[float, float, float, float] | None = None
+    """Where s grows with the image: two numbers of tokens, and log s at each."""
+
+    def steps_left(self, level: float, tokens: int) -> float:
+        """The share of the steps that is still to come at a noise level, 0 to 1."""
+        factor = self.factor
+        if self.growth is not None:
+            few, many, low, high = self.growth
+            factor = math.exp(low + (high - low) * (tokens - few) / (many - few))
+        return level / (factor - (factor - 1) * level)
 
 
 @dataclass(frozen=True)
@@ -26,6 +47,8 @@ class Timeline:
     """Share of the noise in the latent's variance at each whole timestep, where known."""
     flow: bool = False
     """Whether the latent goes straight from noise to image, as in rectified flow."""
+    shift: Shift = Shift()
+    """Of a flow."""
 
     def check(self, settings: Settings) -> None:
         """Refuses settings that need to know more."""
@@ -40,17 +63,26 @@ class Timeline:
                 "give the pipeline instead of the model in it, or use start"
             )
 
-    def progress(self, time: float) -> float:
-        """How far the image is, 0 (noise) to 1 (image)."""
+    def progress(self, time: float, tokens: int) -> float:
+        """How far the image is, 0 (noise) to 1 (image): the share of the steps that is done.
+
+        Args:
+            tokens: of the image.
+        """
+        level = self._level(time)
+        return 1 - (self.shift.steps_left(level, tokens) if self.flow else level)
+
+    def _level(self, time: float) -> float:
+        """The noise level, 1 (noise) to 0 (image)."""
         assert self.noise is not None
-        return min(1.0, max(0.0, (self.noise - time) / (self.noise - self.image)))
+        return 1 - min(1.0, max(0.0, (self.noise - time) / (self.noise - self.image)))
 
     def noise_share(self, time: float) -> float:
         """Share of the noise in the latent's variance."""
         if self.shares is not None:
             return self.shares[min(len(self.shares) - 1, max(0, round(time)))]
-        done = self.progress(time)
-        return (1 - done) ** 2 / ((1 - done) ** 2 + done**2)
+        level = self._level(time)
+        return level**2 / (level**2 + (1 - level) ** 2)
 
     @property
     def rises(self) -> bool:
@@ -73,15 +105,23 @@ class Timeline:
         return self.image - timestep if self.rises else timestep
 
 
-def ratio_at(time: float, settings: Settings, timeline: Timeline) -> float:
-    """What the ratio is at a timestep."""
-    progress = timeline.progress(time)
+def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 1) -> float:
+    """What the ratio is at a timestep, for an image of so many tokens."""
+    progress = timeline.progress(time, tokens)
     start, end = settings.span
     if not start <= progress <= end:
         return 0.0
     if settings.tau is not None and timeline.noise_share(time) >= settings.tau:
         return 0.0
     return _scheduled(progress, settings)
+
+
+def stage_at(progress: float, settings: Settings) -> tuple[str, float]:
+    """The selector and the ratio that a list says; without one, those of the settings."""
+    stages = settings.stages
+    if not stages:
+        return settings.selector, settings.ratio
+    return stages[min(len(stages) - 1, int(progress * len(stages)))]
 
 
 def _scheduled(progress: float, settings: Settings) -> float:
@@ -93,8 +133,8 @@ def _scheduled(progress: float, settings: Settings) -> float:
         way = progress if schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
         ratio = settings.ratio + way * (settings.ratio_end - settings.ratio)
         return round(ratio * _TWENTIETH) / _TWENTIETH
-    if isinstance(schedule, Sequence):
-        return float(schedule[min(len(schedule) - 1, int(progress * len(schedule)))])
+    if not callable(schedule):
+        return stage_at(progress, settings)[1]
     ratio = float(schedule(progress))
     if not 0 <= ratio <= 1:
         raise ValueError(f"schedule({progress:g}) = {ratio!r}: must be between 0 and 1")

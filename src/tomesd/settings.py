@@ -28,11 +28,12 @@ DOWNSAMPLES = (1, 2, 4, 8)
 KINDS = ("attn", "crossattn", "mlp")
 
 Selector = Literal["bipartite", "kmeans", "grid"]
-Metric = Literal["input", "keys", "mean", "previous"]
+Metric = Literal["input", "keys", "mean", "previous", "clean"]
 Target = Literal["attn", "kv", "block", "stack"]
 Depth = tuple[float, float]
 Shape = Literal["linear", "cosine"]
-Schedule = Shape | Sequence[float] | Callable[[float], float] | None
+Stage = float | tuple[Selector, float]
+Schedule = Shape | Sequence[Stage] | Callable[[float], float] | None
 Protect = Literal["guidance"] | Tensor | None
 Share = Literal["block", "level", "steps"]
 When = Literal["if_faster", "always"]
@@ -90,17 +91,18 @@ class Settings:
     """Seed of the random draws: the same seed gives the same image."""
 
     window: int | None = None
-    """Side of the square of tokens in which each looks for its like: larger ones cost more, and
-    merge what is far apart. 0 is the whole image, as in the paper. `None` takes 8 for ratios up to
-    two thirds of the cap (0.5), and 0 above."""
+    """Side of the square, in tokens, in which each token looks for similar ones. Larger squares
+    cost more, and merge what is far apart. 0 is the whole image, as in the paper. `None` takes 8
+    for ratios up to two thirds of the cap (0.5), and 0 above."""
 
     share: Share | None = None
-    """Where to use what is found out about which tokens belong together: in the one `block`, as the
-    paper does; in all blocks of the `level`; or there for some `steps`. `None` is
-    `block` on UNets, and `level` (one plan a step) on transformers."""
+    """Where a plan, which says what tokens belong together, is used: in one `block`, as in the
+    paper; in all blocks of a `level`; or in those for several `steps`. `None` is `block` on UNets,
+    and `level` (one plan a step) on transformers."""
 
     refresh: int = 4
-    """With `share="steps"`: for how many steps, 1 or more. A new image always starts anew."""
+    """With `share="steps"`: for how many steps a plan is used, 1 or more. A new image always gets a
+    new one."""
 
     when: When = "if_faster"
     """`if_faster`: leave layers alone where merging would cost more time than it saves, by an
@@ -113,14 +115,15 @@ class Settings:
     """How tokens are grouped. `bipartite`: the most similar ones merge into the kept token of a
     cell (the paper). `kmeans`: into clusters. `grid`: whole cells, whatever is in them."""
 
-    metric: Metric = "input"
+    metric: Metric | None = None
     """What similarity is measured on: the block's `input` (the paper), the `keys` of its
-    self-attention, the similarity to the image's `mean` token, or the block's output at the
-    `previous` step."""
+    self-attention, the similarity to the image's `mean` token, the block's output at the
+    `previous` step, or the `clean` image that the last step led to expect. `None` is `clean` on
+    transformers that are rectified flows, and `input` on all other models."""
 
     target: Target | None = None
     """What runs on merged tokens. `attn`: self-attention, and the layers that `merge_crossattn` and
-    `merge_mlp` add, each on its own. `kv`: of self-attention, keys and values only. `block`: whole
+    `merge_mlp` add, each on its own. `kv`: only keys and values of self-attention. `block`: whole
     blocks; each token gets what its group gained. `stack`: the same around a run of blocks. `None`
     is `attn` on UNets, and `stack` on transformers."""
 
@@ -130,7 +133,7 @@ class Settings:
     alone."""
 
     st: int | None = None
-    """Videos: frames that a cell spans. `None` is 1: every frame by itself."""
+    """Videos: how many frames a cell spans. `None` is 1: every frame is merged by itself."""
 
     reference_ratio: float | None = None
     """Editing models: share of the tokens of reference images to remove. `None` is `ratio`."""
@@ -140,8 +143,9 @@ class Settings:
 
     schedule: Schedule = None
     """How the ratio changes while an image is made: `linear` or `cosine`, from `ratio` to
-    `ratio_end` in steps of a twentieth; a list of ratios for equal parts of the way; or a function
-    of the progress, 0 (noise) to 1 (image)."""
+    `ratio_end` in steps of a twentieth; a list for equal parts of the way, of ratios, or of
+    selectors and ratios such as `("grid", 0.75)`; or a function of the progress, 0 (noise) to 1
+    (image)."""
 
     ratio_end: float | None = None
     """Ratio at the end of a `linear` or `cosine` schedule."""
@@ -162,6 +166,19 @@ class Settings:
 
     kind_ratios: Mapping[str, float] | None = None
     """Other ratios for kinds of layers: `attn`, `crossattn`, `mlp`."""
+
+    reuse: int | None = None
+    """Run a part of the model at every so many steps only, 2 or more. At the steps between, it adds
+    to the image what it added last time. On UNets of diffusers the part is all that lies below the
+    finest level; on transformers it is the blocks that `depth` names. `None` runs it at every step.
+    """
+
+    reuse_start: float | None = None
+    """With `reuse`: the progress from which on steps are left out. `None` is 0 on UNets, and 0.5 on
+    transformers."""
+
+    extrapolate: bool = False
+    """With `reuse`: carry on how the last two results differed, instead of using the last one."""
 
     protect: Protect = field(default=None, compare=False)
     """Tokens that are merged last: where a mask `[h, w]` of any size is not zero; or, with
@@ -187,12 +204,16 @@ class Settings:
                 raise ValueError(f"{name}={value!r}: {needed}")
         if self.kind_ratios and self.ratio == 0:
             raise ValueError(f"kind_ratios={self.kind_ratios!r}: needs a ratio above 0")
-        if self.protect is not None and self.selector != "bipartite":
-            raise ValueError(f"protect: needs selector='bipartite', not {self.selector!r}")
+        for selector in self.selectors if self.protect is not None else ():
+            if selector != "bipartite":
+                raise ValueError(f"protect: needs selector='bipartite', not {selector!r}")
         if isinstance(self.schedule, str) and self.ratio_end is None:
             raise ValueError(f"schedule={self.schedule!r}: needs ratio_end")
         if not isinstance(self.schedule, str) and self.ratio_end is not None:
             raise ValueError("ratio_end: needs schedule='linear' or 'cosine'")
+        for name in ("reuse_start", "extrapolate") if self.reuse is None else ():
+            if (value := getattr(self, name)) not in (None, False):
+                raise ValueError(f"{name}={value!r}: needs reuse")
         start, end = self.span
         if start >= end:
             raise ValueError(f"start={start!r}: must be below end={end!r}")
@@ -205,6 +226,8 @@ class Settings:
         """
         if self.schedule is not None or self.tau is not None or self.start is not None:
             defaults["end"] = 1.0
+        if self.reuse is None:
+            defaults.pop("reuse_start", None)
         unset = {k: v for k, v in defaults.items() if getattr(self, k) is None}
         return replace(self, **unset)
 
@@ -242,7 +265,8 @@ class Settings:
     @property
     def changes(self) -> bool:
         """Whether what is merged depends on how far the image is."""
-        return self.schedule is not None or self.tau is not None or self.span != (0, 1)
+        varies = self.schedule is not None or self.tau is not None or self.span != (0, 1)
+        return varies or self.reuse is not None
 
     @property
     def span(self) -> tuple[float, float]:
@@ -259,9 +283,23 @@ class Settings:
         """Of all places and times, but for what a schedule that is a function will say."""
         ratios = [self.ratio, self.ratio_end or 0.0, self.reference_ratio or 0.0]
         ratios += (self.level_ratios or {}).values()
-        if isinstance(self.schedule, Sequence) and not isinstance(self.schedule, str):
-            ratios += self.schedule
+        ratios += [ratio for _, ratio in self.stages]
         return max(ratios)
+
+    @property
+    def stages(self) -> tuple[tuple[Selector, float], ...]:
+        """Selectors and ratios for equal parts of the way, if the schedule is a list."""
+        if self.schedule is None or isinstance(self.schedule, str) or callable(self.schedule):
+            return ()
+        return tuple(
+            (stage[0], stage[1]) if isinstance(stage, Sequence) else (self.selector, stage)
+            for stage in self.schedule
+        )
+
+    @property
+    def selectors(self) -> frozenset[Selector]:
+        """All that are used on the way."""
+        return frozenset([self.selector, *(selector for selector, _ in self.stages)])
 
     def ratio_of(self, kind: str, level: int, ratio: float) -> float:
         """Share of the tokens to remove.
@@ -293,7 +331,7 @@ class Settings:
 def _hashable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return frozenset(value.items())
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -323,7 +361,13 @@ def _is_share(value: Any) -> bool:
 def _is_schedule(value: Any) -> bool:
     if isinstance(value, str):
         return value in get_args(Shape)
-    return callable(value) or (len(value) > 0 and all(map(_is_share, value)))
+    return callable(value) or (len(value) > 0 and all(map(_is_stage, value)))
+
+
+def _is_stage(value: Any) -> bool:
+    if not isinstance(value, Sequence):
+        return _is_share(value)
+    return len(value) == 2 and value[0] in get_args(Selector) and _is_share(value[1])
 
 
 def _is_span(value: Any) -> bool:
@@ -354,7 +398,8 @@ def _shares_by(keys: tuple[Any, ...]) -> _Allowed:
 _SHARE = _Allowed("a number between 0 and 1", numbers.Real, _is_share)
 _SPAN = _Allowed("two numbers between 0 and 1 that rise", Sequence, _is_span)
 _SCHEDULE = _Allowed(
-    "'linear', 'cosine', a list of numbers between 0 and 1, or a function",
+    "'linear', 'cosine', a list of numbers between 0 and 1, also with a selector as in "
+    "('grid', 0.75), or a function",
     (Sequence, Callable),
     _is_schedule,
 )
@@ -364,8 +409,12 @@ _PROTECT = _Allowed("'guidance' or a tensor [h, w] or [b, h, w]", (str, Tensor),
 _ALLOWED = {
     name: allowed
     for names, allowed in (
-        ("ratio ratio_end reference_ratio start end tau protect_share", _SHARE),
-        ("use_rand merge_attn merge_crossattn merge_mlp proportional", _Allowed("a bool", bool)),
+        ("ratio ratio_end reference_ratio start end tau protect_share reuse_start", _SHARE),
+        (
+            "use_rand merge_attn merge_crossattn merge_mlp proportional extrapolate",
+            _Allowed("a bool", bool),
+        ),
+        ("reuse", _at_least(2)),
         ("sx sy st refresh", _at_least(1)),
         ("seed window", _at_least(0)),
         ("max_downsample", _one_of(DOWNSAMPLES, numbers.Integral)),

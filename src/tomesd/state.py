@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from .kept import Kept
 from .plan import MergePlan
 from .proportional import Proportion
-from .schedule import Timeline, ratio_at
+from .schedule import Timeline, ratio_at, stage_at
 from .selectors import SELECTORS, Selector
 from .settings import MergeWarning, Settings
+from .steps import Moment, Steps
 from .volume import Volume
 
 __all__ = [
@@ -67,7 +68,9 @@ class Patch:
     blocks: int = 1
     """Transformer blocks in the model."""
     selector: Selector = field(init=False)
-    """What groups tokens."""
+    """What groups tokens, where the schedule names no other."""
+    by_selector: dict[str, Settings] = field(init=False)
+    """The settings with each of the selectors that the schedule names."""
     observer: "Callable[[Scope, nn.Module, MergePlan], None] | None" = None
     """Told about the plan of each block or region."""
     kept: Kept = field(default_factory=Kept)
@@ -76,11 +79,15 @@ class Patch:
     loaded: "deque[Any]" = field(default_factory=lambda: deque(maxlen=64))
     """Shapes of tokens that kernels have been loaded for ahead of time."""
     warned: set[str] = field(default_factory=set)
+    steps: Steps = field(default_factory=Steps)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     """By which functions find it that are constant to the compiler, and take constants alone."""
 
     def __post_init__(self) -> None:
         self.selector = SELECTORS[self.settings.selector]
+        self.by_selector = {
+            name: replace(self.settings, selector=name) for name in self.settings.selectors
+        }
         _patches[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,9 +96,21 @@ class Patch:
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)
 
-    def ratio_at(self, timestep: Any) -> float:
-        """What the ratio is at a timestep: a number, or a tensor `[]` or `[T]`."""
-        return float(_ratio_at(self.name, timestep))
+    def read_time(
+        self, timestep: Any, size: tuple[int, ...], apart: bool
+    ) -> tuple[Settings, float, Moment | None]:
+        """The settings and the ratio at a timestep, and what the call does if regions are reused.
+
+        Args:
+            timestep: a number, or a tensor `[]` or `[T]`.
+            size: of the latents: items, tokens of each, and whatever else tells images apart.
+            apart: see `Call`; nothing is reused then.
+        """
+        ratio, selector, *moment = _read_time(self.name, timestep, size, apart).split()
+        settings = self.by_selector[selector]
+        if not moment:
+            return settings, float(ratio), None
+        return settings, float(ratio), Moment(*map(int, moment))  # type: ignore[arg-type]
 
 
 def _warn_once(name: str, message: str) -> None:
@@ -106,24 +125,40 @@ def _warn_once(name: str, message: str) -> None:
 _warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _ratio_at(name: str, timestep: Any) -> str:
+def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool) -> str:
     patch = _patches[name]
     if isinstance(timestep, Tensor):
         if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "schedule, start, end, tau: how many tokens are merged depends on the timestep, "
-                "which a CUDA graph cannot read; capture a graph for each ratio"
+                "schedule, start, end, tau, reuse: what is merged depends on the timestep, which a "
+                "CUDA graph cannot read; capture a graph for each ratio"
             )
         timestep = patch.timeline.noisiest(timestep).float().mean().item()
-    return repr(ratio_at(float(timestep), patch.settings, patch.timeline))
+    time, settings, timeline = float(timestep), patch.settings, patch.timeline
+    progress = timeline.progress(time, size[1])
+    ratio = f"{ratio_at(time, settings, timeline, size[1])!r} {stage_at(progress, settings)[0]}"
+    if settings.reuse is None:
+        return ratio
+    if apart:
+        patch.steps.ran = {}
+        patch.warn_once(
+            "tomesd reuses nothing while gradients are wanted, or something else needs every block "
+            "(a ControlNet, a cache of blocks)"
+        )
+        return ratio
+    if patch.steps.enter(-time if timeline.rises else time, size):
+        patch.kept.forget("reuse_")
+    started = progress >= (settings.reuse_start or 0.0)
+    moment = patch.steps.moment(settings.reuse, started)
+    return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
 
 
-# The compiler does not look into it, and compiles what follows for each ratio, which comes as a
-# word because numbers that change would become variables. This is torch.compiler.disable.
-_ratio_at._torchdynamo_disable = True  # type: ignore[attr-defined]
-_ratio_at._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "how many tokens tomesd merges depends on the timestep (schedule, start, end, tau), which no "
-    "graph can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
+# The compiler does not look into it, and compiles what follows for each answer, which comes as
+# words because numbers that change would become variables. This is torch.compiler.disable.
+_read_time._torchdynamo_disable = True  # type: ignore[attr-defined]
+_read_time._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse), which no graph "
+    "can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
     "torch.compile"
 )
 
@@ -194,6 +229,8 @@ class Call:
     """`[]` or `[T]`, falling from noise to image."""
     ratio: float | None = None
     """What the ratio is now, where it changes."""
+    moment: Moment | None = None
+    """Whether regions run or are reused, where that changes."""
     apart: bool = False
     """Whether every block has to give all tokens back, because something else wants them."""
     decisions: list[Decision] = field(default_factory=list)
@@ -201,9 +238,22 @@ class Call:
     """Plans made so far, with what they are for."""
     masks: list[tuple[Any, Tensor]] = field(default_factory=list)
     """Tokens to protect, by grid."""
+    clean: Tensor | None = None
+    """Tokens of the image that the last step led to expect, `[B, N, C]`."""
     guided: tuple[Tensor, Tensor] | None = None
     """Where the prompt made a difference at the step before `[b, h, w]`, and whether that was a
     step of the same image `[]`."""
+
+    @property
+    def selector(self) -> Selector:
+        """What groups tokens in this call."""
+        named = self.settings.selector
+        return self.patch.selector if named == self.patch.settings.selector else SELECTORS[named]
+
+    @property
+    def reuses(self) -> bool:
+        """Whether the regions of this call do not run."""
+        return self.moment is not None and self.moment.reuses
 
     @property
     def merged(self) -> bool:
@@ -212,9 +262,10 @@ class Call:
 
 @dataclass(eq=False)
 class OpenRegion:
-    """A run of blocks that work on merged tokens, between its first and its last."""
+    """A run of blocks, between its first and its last."""
 
-    plan: MergePlan
+    plan: MergePlan | None
+    """How its tokens are merged; None: they are not, and it is open to keep what it gives."""
     x: Tensor
     """The tokens that came in, `[B, N, C]`."""
     merged: Tensor
@@ -223,6 +274,8 @@ class OpenRegion:
     """Arguments of the blocks that lie along the tokens, cut: for all items of the batch at once,
     or for each by itself."""
     place: str
+    other: Tensor | None = None
+    """The tokens of the text that came in, `[B, T, C]`, if the blocks change them."""
 
 
 @dataclass(eq=False)
@@ -282,7 +335,8 @@ def is_idle(patch: Patch) -> bool:
     scope = _thread.scope
     if scope is None or scope.decision is None:
         return False
-    return not scope.decision.merges and scope.call.patch is patch
+    idle = not scope.decision.merges and scope.call.moment is None
+    return idle and scope.call.patch is patch
 
 
 def run_inside(scope: Scope | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ types = ConstructorRegistry()
 @types.primitive_rule
 def _schedule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     return (
-        _words("linear|cosine|RATIO [RATIO ...]", _word_or_ratios)
+        _words("linear|cosine|[SELECTOR:]RATIO [...]", _word_or_ratios)
         if info.type == Schedule
         else None
     )
@@ -81,9 +81,11 @@ def _words(metavar: str, read: Callable[[list[str]], Any]) -> PrimitiveConstruct
     )
 
 
-def _word_or_ratios(words: list[str]) -> str | list[float]:
+def _word_or_ratios(words: list[str]) -> str | list[Any]:
+    """`linear`, or ratios, each with a selector before it or not: `grid:0.75`."""
     try:
-        return [float(word) for word in words]
+        pairs = [word.rpartition(":") for word in words]
+        return [(name, float(ratio)) if name else float(ratio) for name, _, ratio in pairs]
     except ValueError:
         return " ".join(words)
 

@@ -1,8 +1,8 @@
 """Finds the models to patch, and the modules in them, by the tables of the hosts."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import nn
 
@@ -44,6 +44,10 @@ class FoundModel:
     wrapper: nn.Module | None = None
     """What `torch.compile` made of it. As the root, it reads what no graph can read."""
 
+    @property
+    def kind(self) -> Literal["unet", "transformer"]:
+        return "unet" if self.row is None else "transformer"
+
     def settings(self, asked: Settings) -> Settings:
         """The settings with the defaults of this kind of model where nothing was given.
 
@@ -51,10 +55,11 @@ class FoundModel:
             ValueError: an option means nothing on this model.
         """
         if self.row is None:
-            unets.check_options(asked, type(self.module).__name__)
-            return asked.filled(**unets.DEFAULTS)
+            return unets.fill_settings(asked, self.module)
         self.row.check_options(asked)
-        return asked.filled(**transformers.DEFAULTS)
+        unets.check_reuse(asked, self.row.name)
+        metric = "clean" if self.row.flow else "input"
+        return asked.filled(**transformers.DEFAULTS, metric=metric)
 
     def timeline(self, of_scheduler: Timeline) -> Timeline:
         """How its times run: as the table says, or as the scheduler of the pipeline does.
@@ -62,7 +67,10 @@ class FoundModel:
         A scheduler that knows of flows is ComfyUI's, and nodes may have changed it.
         """
         known = self.row.timeline if self.row is not None else None
-        return of_scheduler if known is None or of_scheduler.flow else known
+        known = known(self.module) if callable(known) else known
+        if known is None or of_scheduler.flow:
+            return of_scheduler
+        return replace(known, shift=of_scheduler.shift)
 
     def sites(self, settings: Settings) -> list[Site]:
         """What to patch, and in which role. A module with two roles appears twice, inner first."""
@@ -73,6 +81,7 @@ class FoundModel:
         if unets.BLOCK in class_names(self.module):
             return list(unets.block_sites(self.module, settings))
         sites = list(unets.stack_sites(self.module, settings))
+        sites += unets.deep_sites(self.module, settings)
         return [*sites, (self.module, unets.root_role(self.module))] if self.rooted else sites
 
     @property
@@ -86,10 +95,16 @@ class FoundModel:
 def find_models(model: Any) -> list[FoundModel]:
     """The models to patch in a pipeline, a model, or a wrapper around one."""
     found: list[FoundModel] = []
+    refused = None
     for name, module in find_modules(model).items():
         known = {id(other.module) for other in found}
-        found += [other for other in _models(name, module) if id(other.module) not in known]
+        try:
+            found += [other for other in _models(name, module) if id(other.module) not in known]
+        except UnsupportedModelError as error:  # beside others, such a ControlNet is left alone
+            refused = error
     if not found:
+        if refused is not None:
+            raise refused
         supported = "; ".join((*unets.NAMES, transformers.name_all()))
         raise UnsupportedModelError(
             f"tomesd found no transformer block it knows in this {type(model).__name__}. "

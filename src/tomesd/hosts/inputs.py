@@ -1,24 +1,25 @@
 """Inputs of the right shape for a model, to find out what it does at an image size.
 
 UNets have a builder per class. The transformers of diffusers share the names of their arguments:
-one table says what belongs to a name, and a row per class says what differs there.
+one table says what belongs to a name, and another what differs in a class.
 """
 
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import layouts as at
 from .inputs_comfy import comfy_inputs
 from .names import is_comfy
+from .transformers import find_row
 
 __all__ = ["example_inputs"]
 
-_TEXT_TOKENS = 77
 _FRAMES = 8
 _PIXELS_PER_LATENT = 8
 
@@ -48,148 +49,25 @@ def example_inputs(
     """
     if is_comfy(module) and (inputs := comfy_inputs(module, size, batch, frames, text)) is not None:
         return inputs
+    call = _Call(module, batch, *size, frames, text or 77)
     for cls in type(module).__mro__:
-        if cls.__name__ in _BUILDERS:
-            return _BUILDERS[cls.__name__](module, size, batch)
-        if cls.__name__ in _VIDEO_BUILDERS:
-            return _VIDEO_BUILDERS[cls.__name__](module, size, batch, frames)
-        if cls.__name__ in _TRANSFORMERS:
-            return _transformer(module, cls, size, batch, frames, text)
-    return None
-
-
-def _tensor(module: nn.Module, *shape: int) -> Tensor:
-    like = next(p for p in module.parameters() if p.is_floating_point())
-    # Models of diffusers know better: a few of their parameters may stay in full precision.
-    return torch.zeros(shape, device=like.device, dtype=getattr(module, "dtype", like.dtype))
-
-
-def _steps(module: nn.Module, batch: int) -> Tensor:
-    return torch.ones(batch, device=next(module.parameters()).device, dtype=torch.int64)
-
-
-def _unet(module: Any, size: tuple[int, int], batch: int, frames: tuple[int, ...] = ()) -> Inputs:
-    config = module.config
-    width = config.get("encoder_hid_dim") or config["cross_attention_dim"]
-    if isinstance(width, (list, tuple)):
-        width = width[0]
-    inputs: Inputs = {
-        "sample": _tensor(module, batch, config["in_channels"], *frames, *size),
-        "timestep": _steps(module, batch),
-        "encoder_hidden_states": _tensor(module, batch, _TEXT_TOKENS, width),
-    }
-    if config.get("num_class_embeds") or config.get("class_embed_type") == "timestep":
-        inputs["class_labels"] = _steps(module, batch)
-    if config.get("addition_embed_type") == "text_time":
-        ids = 6
-        text = config["projection_class_embeddings_input_dim"]
-        text -= ids * config["addition_time_embed_dim"]
-        inputs["added_cond_kwargs"] = {
-            "text_embeds": _tensor(module, batch, text),
-            "time_ids": _tensor(module, batch, ids),
-        }
-    return inputs
-
-
-def _video_unet(module: Any, size: tuple[int, int], batch: int, frames: int) -> Inputs:
-    return _unet(module, size, batch, frames=(frames,))
-
-
-def _motion_unet(module: Any, size: tuple[int, int], batch: int, frames: int) -> Inputs:
-    inputs = _video_unet(module, size, batch, frames)
-    text = inputs["encoder_hidden_states"]  # one caption per frame
-    return {**inputs, "encoder_hidden_states": text.repeat_interleave(frames, dim=0)}
-
-
-def _controlnet(module: Any, size: tuple[int, int], batch: int) -> Inputs:
-    channels = module.config.get("conditioning_channels", 3)
-    pixels = (side * _PIXELS_PER_LATENT for side in size)
-    condition = _tensor(module, batch, channels, *pixels)
-    return {**_unet(module, size, batch), "controlnet_cond": condition}
-
-
-def _multi_controlnet(module: Any, size: tuple[int, int], batch: int) -> Inputs:
-    inputs = _controlnet(module.nets[0], size, batch)
-    count = len(module.nets)
-    return {
-        **inputs,
-        "controlnet_cond": [inputs["controlnet_cond"]] * count,
-        "conditioning_scale": [1.0] * count,
-    }
-
-
-def _svd(module: Any, size: tuple[int, int], batch: int, frames: int) -> Inputs:
-    width = module.config["cross_attention_dim"]
-    return {
-        "sample": _tensor(module, batch, frames, module.config["in_channels"], *size),
-        "timestep": _steps(module, batch),
-        "encoder_hidden_states": _tensor(
-            module, batch, 1, width if isinstance(width, int) else width[0]
-        ),
-        "added_time_ids": _tensor(module, batch, 3),
-    }
-
-
-def _dit(module: Any, size: tuple[int, int], batch: int) -> Inputs:
-    return {
-        "hidden_states": _tensor(module, batch, module.config["in_channels"], *size),
-        "timestep": _steps(module, batch),
-        "class_labels": _steps(module, batch),
-    }
-
-
-def _pixart(module: Any, size: tuple[int, int], batch: int) -> Inputs:
-    inputs: Inputs = {
-        "hidden_states": _tensor(module, batch, module.config["in_channels"], *size),
-        "timestep": _steps(module, batch),
-        "encoder_hidden_states": _tensor(
-            module, batch, _TEXT_TOKENS, module.config["caption_channels"]
-        ),
-        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-    }
-    if module.use_additional_conditions:
-        inputs["added_cond_kwargs"] = {
-            "resolution": _tensor(module, batch, 2),
-            "aspect_ratio": _tensor(module, batch, 1),
-        }
-    return inputs
-
-
-def _ldm_unet(module: Any, size: tuple[int, int], batch: int) -> Inputs:
-    inputs: Inputs = {
-        "x": _tensor(module, batch, module.in_channels, *size),
-        "timesteps": _steps(module, batch),
-    }
-    widths = [m.attn2.to_k.in_features for m in module.modules() if hasattr(m, "attn2")]
-    if widths:
-        inputs["context"] = _tensor(module, batch, _TEXT_TOKENS, widths[0])
-    if module.num_classes is not None:
-        label = module.label_emb
-        dense = next((m for m in label.modules() if isinstance(m, nn.Linear)), None)
-        inputs["y"] = (
-            _steps(module, batch) if dense is None else _tensor(module, batch, dense.in_features)
-        )
-    return inputs
-
-
-_BUILDERS: dict[str, Callable[[Any, tuple[int, int], int], Inputs]] = {
-    "UNet2DConditionModel": _unet,
-    "ControlNetModel": _controlnet,
-    "MultiControlNetModel": _multi_controlnet,
-    "DiTTransformer2DModel": _dit,
-    "PixArtTransformer2DModel": _pixart,
-    "UNetModel": _ldm_unet,
-}
-_VIDEO_BUILDERS: dict[str, Callable[[Any, tuple[int, int], int, int], Inputs]] = {
-    "UNetMotionModel": _motion_unet,
-    "UNet3DConditionModel": _video_unet,
-    "UNetSpatioTemporalConditionModel": _svd,
-}
+        if cls.__name__ in _UNETS:
+            return _UNETS[cls.__name__](replace(call, text=77))
+        if cls.__name__ in _DIT:
+            return _inputs(call, cls, _image)
+    row = find_row(module)
+    if row is None:
+        return None
+    cls = next(c for c in type(module).__mro__ if c.__name__ == row.name)
+    usual = next((count for count, names in _TEXTS.items() if row.name in names), 512)
+    # Some have positions for a text of one length only.
+    fixed = call.max_text_seq_length or call.text_len
+    return _inputs(replace(call, text=fixed or text or usual), cls, _MAIN.get(row.layout, _image))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a transformer, and tensors for it."""
+    """One call of a model, and tensors for it."""
 
     module: Any
     batch: int
@@ -204,11 +82,18 @@ class _Call:
 
     def tensor(self, *shape: int) -> Tensor:
         """Data [B, ...]."""
-        return _tensor(self.module, self.batch, *shape)
+        return self.zeros(self.batch, *shape)
+
+    def zeros(self, *shape: int) -> Tensor:
+        like = next(p for p in self.module.parameters() if p.is_floating_point())
+        # Models of diffusers know better: a few of their parameters may stay in full precision.
+        dtype = getattr(self.module, "dtype", like.dtype)
+        return torch.zeros(shape, device=like.device, dtype=dtype)
 
     def whole(self, *shape: int, value: int = 0) -> Tensor:
         """Integers [B, ...]."""
-        return _steps(self.module, self.batch).new_full((self.batch, *shape), value)
+        device = next(self.module.parameters()).device
+        return torch.full((self.batch, *shape), value, device=device, dtype=torch.int64)
 
     def known(self, values: Any) -> Tensor:
         """A tensor whose values a model can read even when it runs on shapes without data."""
@@ -228,8 +113,7 @@ class _Call:
 
     def video(self, channels: int, frames: int | None = None) -> Tensor:
         """[B, channels, frames, height, width]."""
-        frames = self.frames if frames is None else frames
-        return self.tensor(channels, frames, self.height, self.width)
+        return self.tensor(channels, frames or self.frames, self.height, self.width)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -241,110 +125,244 @@ class _Call:
         """Tokens of one frame."""
         return math.prod(self.grid)
 
+    @property
+    def frames_of_tokens(self) -> int:
+        return -(-self.frames // (self.patch_size_t or 1))
+
 
 _Rule = Callable[[_Call], Any]
 
 
-def _image(call: _Call) -> Tensor:
-    return call.picture(call.in_channels)
+def _unet(c: _Call, *frames: int) -> Inputs:
+    width = c.encoder_hid_dim or c.cross_attention_dim
+    inputs: Inputs = {
+        "sample": c.tensor(c.in_channels, *frames, c.height, c.width),
+        "timestep": c.whole(value=1),
+        "encoder_hidden_states": c.tensor(c.text, width if isinstance(width, int) else width[0]),
+    }
+    if c.num_class_embeds or c.class_embed_type == "timestep":
+        inputs["class_labels"] = c.whole(value=1)
+    if c.addition_embed_type == "text_time":
+        ids = 6
+        text = c.projection_class_embeddings_input_dim - ids * c.addition_time_embed_dim
+        inputs["added_cond_kwargs"] = {"text_embeds": c.tensor(text), "time_ids": c.tensor(ids)}
+    return inputs
 
 
-def _packed(call: _Call) -> Tensor:
+def _motion_unet(c: _Call) -> Inputs:
+    inputs = _unet(c, c.frames)
+    text = inputs["encoder_hidden_states"]  # one caption per frame
+    return {**inputs, "encoder_hidden_states": text.repeat_interleave(c.frames, dim=0)}
+
+
+def _controlnet(c: _Call) -> Inputs:
+    pixels = (side * _PIXELS_PER_LATENT for side in (c.height, c.width))
+    return {**_unet(c), "controlnet_cond": c.tensor(c.conditioning_channels or 3, *pixels)}
+
+
+def _multi_controlnet(c: _Call) -> Inputs:
+    inputs, count = _controlnet(replace(c, module=c.module.nets[0])), len(c.module.nets)
+    given = {"controlnet_cond": [inputs["controlnet_cond"]] * count}
+    return {**inputs, **given, "conditioning_scale": [1.0] * count}
+
+
+def _svd(c: _Call) -> Inputs:
+    inputs = _unet(replace(c, text=1), c.frames)
+    sample = inputs["sample"].transpose(1, 2)
+    return {**inputs, "sample": sample, "added_time_ids": c.tensor(3)}
+
+
+def _ldm_unet(c: _Call) -> Inputs:
+    module = c.module
+    inputs: Inputs = {"x": c.picture(module.in_channels), "timesteps": c.whole(value=1)}
+    widths = [m.attn2.to_k.in_features for m in module.modules() if hasattr(m, "attn2")]
+    if widths:
+        inputs["context"] = c.tensor(c.text, widths[0])
+    if module.num_classes is not None:
+        dense = next((m for m in module.label_emb.modules() if isinstance(m, nn.Linear)), None)
+        inputs["y"] = c.whole(value=1) if dense is None else c.tensor(dense.in_features)
+    return inputs
+
+
+_UNETS: dict[str, Callable[[_Call], Inputs]] = {
+    "UNet2DConditionModel": _unet,
+    "ControlNetModel": _controlnet,
+    "MultiControlNetModel": _multi_controlnet,
+    "UNetModel": _ldm_unet,
+    "UNetMotionModel": _motion_unet,
+    "UNet3DConditionModel": lambda c: _unet(c, c.frames),
+    "UNetSpatioTemporalConditionModel": _svd,
+}
+_DIT = ("DiTTransformer2DModel", "PixArtTransformer2DModel")
+
+
+def _inputs(call: _Call, cls: type, main: _Rule) -> Inputs:
+    """What a transformer's forward asks for, as far as there is a rule for it."""
+    rules = {**_ARGUMENTS, "hidden_states": main, **_OWN.get(cls.__name__, {})}
+    inputs = {}
+    for name, parameter in inspect.signature(cls.forward).parameters.items():  # type: ignore
+        optional = parameter.default is not inspect.Parameter.empty
+        if name in rules and not (name == "encoder_attention_mask" and optional):
+            value = rules[name](call)
+            if value is not None or not optional:
+                inputs[name] = value
+    return inputs
+
+
+def _image(c: _Call) -> Tensor:
+    return c.picture(c.in_channels)
+
+
+def _packed(c: _Call) -> Tensor:
     """[B, tokens, channels]: the pipeline makes tokens of 2x2 pixels."""
-    return call.tensor(call.tokens, call.in_channels)
+    return c.tensor(c.tokens, c.in_channels)
 
 
-def _video(call: _Call) -> Tensor:
-    return call.video(call.in_channels)
+def _video(c: _Call) -> Tensor:
+    return c.video(c.in_channels)
 
 
-def _packed_video(call: _Call) -> Tensor:
-    return call.tensor(call.frames * call.height * call.width, call.in_channels)
-
-
-def _frames_second(call: _Call) -> Tensor:
+def _frames_second(c: _Call) -> Tensor:
     """[B, frames, channels, height, width]; as many frames as make whole tokens."""
-    frames = _frames_of_tokens(call) * (call.patch_size_t or 1)
-    return call.tensor(frames, call.in_channels, call.height, call.width)
+    frames = c.frames_of_tokens * (c.patch_size_t or 1)
+    return c.tensor(frames, c.in_channels, c.height, c.width)
 
 
-def _frames_of_tokens(call: _Call) -> int:
-    return -(-call.frames // (call.patch_size_t or 1))
-
-
-def _channels_last(call: _Call) -> Tensor:
+def _channels_last(c: _Call) -> Tensor:
     """[B, frames, height, width, channels]; behind the channels, a picture and where it is."""
-    channels = call.in_visual_dim * 2 + 1 if call.visual_cond else call.in_visual_dim
-    return call.tensor(call.frames, call.height, call.width, channels)
+    channels = c.in_visual_dim * 2 + 1 if c.visual_cond else c.in_visual_dim
+    return c.tensor(c.frames, c.height, c.width, channels)
 
+
+# The main input, by how it is read; `_image` for the others.
+_MAIN: dict[Any, _Rule] = {
+    **dict.fromkeys((at.from_ids, at.from_flux2, at.from_flux3), _packed),
+    **dict.fromkeys((at.from_qwen, at.from_qwen21, at.from_nucleus), _packed),
+    at.from_krea2: _packed,
+    at.from_video: _video,
+    at.from_hunyuan_video: _video,
+    at.from_frames: lambda c: c.video(c.in_channels, c.video_length),
+    at.from_frames_first: _frames_second,
+    at.from_channels_last: _channels_last,
+    at.from_ltx: lambda c: c.tensor(c.frames * c.height * c.width, c.in_channels),
+    at.from_ideogram4: lambda c: c.tensor(c.text + c.tokens, c.in_channels),
+    at.from_joy_image_plus: lambda c: c.tensor(c.tokens, c.in_channels, 1, 2, 2),
+}
+
+# How many tokens pipelines make of a text; 512, where nothing is said.
+_TEXTS = {
+    64: ("GlmImageTransformer2DModel",),
+    77: ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"),
+    120: ("LatteTransformer3DModel",),
+    128: (
+        "BriaTransformer2DModel", "ErnieImageTransformer2DModel", "HiDreamImageTransformer2DModel",
+        "LTXVideoTransformer3DModel", "OmniGenTransformer2DModel", "ZImageTransformer2DModel",
+    ),
+    224: ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel"),
+    226: ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
+    256: (
+        "AuraFlowTransformer2DModel", "EasyAnimateTransformer3DModel",
+        "HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModel",
+        "Kandinsky5Transformer3DModel", "Lumina2Transformer2DModel", "LuminaNextDiT2DModel",
+        "MochiTransformer3DModel", "NucleusMoEImageTransformer2DModel",
+        "OvisImageTransformer2DModel", "PRXTransformer2DModel", "QwenImageControlNetModel",
+        "QwenImageTransformer2DModel",
+    ),
+    300: ("SanaTransformer2DModel",),
+    333: ("SD3ControlNetModel", "SD3Transformer2DModel"),
+    1000: ("HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"),
+    1024: (
+        "BriaFibo2Transformer2DModel", "BriaFiboTransformer2DModel", "LTX2VideoTransformer3DModel",
+    ),
+}  # fmt: skip
 
 _TEXT_WIDTHS = (
-    "joint_attention_dim",
-    "caption_channels",
-    "text_dim",
-    "text_embed_dim",
-    "cap_feat_dim",
-    "context_in_dim",
-    "in_text_dim",
-    "cross_attention_dim",
-)
+    "joint_attention_dim", "caption_channels", "text_dim", "text_embed_dim", "cap_feat_dim",
+    "context_in_dim", "in_text_dim", "cross_attention_dim",
+)  # fmt: skip
 
 
-def _text(call: _Call) -> Tensor:
-    width = next(width for name in _TEXT_WIDTHS if (width := getattr(call, name)))
-    return call.tensor(call.text, width)
+def _text(c: _Call) -> Tensor:
+    return c.tensor(c.text, next(width for n in _TEXT_WIDTHS if (width := getattr(c, n))))
 
 
-def _text_t5(call: _Call) -> Tensor | None:
-    width = call.text_embed_dim_t5 or call.cross_attention_dim_t5
-    if isinstance(call.caption_channels, (list, tuple)):
-        width = call.caption_channels[0]
-    return call.tensor(call.text_len_t5 or call.text, width) if width else None
+def _text_t5(c: _Call) -> Tensor | None:
+    width = c.text_embed_dim_t5 or c.cross_attention_dim_t5
+    if isinstance(c.caption_channels, (list, tuple)):
+        width = c.caption_channels[0]
+    return c.tensor(c.text_len_t5 or c.text, width) if width else None
 
 
-def _text_ids(call: _Call) -> Tensor:
-    return call.whole().new_zeros(call.text, len(call.axes_dims_rope))
+def _if_any(width: int | None, c: _Call, *shape: int) -> Tensor | None:
+    return c.tensor(*shape, width) if width else None
 
 
-def _image_ids(call: _Call) -> Tensor:
+def _condition(c: _Call) -> Tensor:
+    """For ControlNets: in tokens, where they have positions."""
+    more = c.extra_condition_channels or c.extra_conditioning_channels or 0
+    channels = c.in_channels + more
+    return c.tensor(c.tokens, channels) if c.axes_dims_rope else c.picture(channels)
+
+
+def _text_ids(c: _Call) -> Tensor:
+    return c.whole().new_zeros(c.text, len(c.axes_dims_rope))
+
+
+def _image_ids(c: _Call, axes: int | None = None) -> Tensor:
     """Positions [tokens, axes]: row and column are the second and third axis everywhere."""
-    rows, columns = call.grid
-    more = [0] * (len(call.axes_dims_rope) - 3)
-    return call.known([[0, row, column, *more] for row in range(rows) for column in range(columns)])
+    more = [0] * ((axes or len(c.axes_dims_rope)) - 3)
+    rows, columns = map(range, c.grid)
+    return c.known([[0, row, column, *more] for row in rows for column in columns])
 
 
-def _turns(call: _Call, tokens: int, width: int) -> tuple[Tensor, Tensor]:
+def _all_ids(c: _Call) -> Tensor:
+    """Positions [B, text + tokens, 3]: those of the image are far from those of the text."""
+    text = c.count(c.text)[:, None].expand(-1, 3)
+    return torch.cat([text, _image_ids(c, 3) + 65536]).expand(c.batch, -1, -1)
+
+
+def _turns(c: _Call, tokens: int, width: int) -> tuple[Tensor, Tensor]:
     """(cos, sin), each [tokens, width], of rotary positions: all turns are by zero."""
-    zeros = _tensor(call.module, tokens, width).float()
+    zeros = c.zeros(tokens, width).float()
     return zeros.cos(), zeros
 
 
-def _cogvideox_rope(call: _Call) -> Any:
-    if not call.use_rotary_positional_embeddings:
+def _image_rope(c: _Call) -> Any:
+    return _turns(c, c.tokens, c.attention_head_dim)
+
+
+def _cogvideox_rope(c: _Call) -> Any:
+    if not c.use_rotary_positional_embeddings:
         return None
-    return _turns(call, _frames_of_tokens(call) * call.tokens, call.attention_head_dim)
+    return _turns(c, c.frames_of_tokens * c.tokens, c.attention_head_dim)
 
 
-def _lumina_rope(call: _Call) -> Tensor:
+def _lumina_rope(c: _Call) -> Tensor:
     """[384, 384, width], of which the model takes the rows and columns it has."""
-    cos, sin = _turns(call, 384 * 384, call.hidden_size // call.num_attention_heads // 2)
+    cos, sin = _turns(c, 384 * 384, c.hidden_size // c.num_attention_heads // 2)
     return torch.complex(cos, sin).view(384, 384, -1)
 
 
-def _allegro_rope(call: _Call) -> Any:
+def _allegro_rope(c: _Call) -> Any:
     """Tables for time, rows and columns, and the positions [1, tokens] in each."""
-    lengths = (call.frames, *call.grid)
-    tables = tuple(_turns(call, length, call.attention_head_dim // 3) for length in lengths)
-    positions = torch.cartesian_prod(*(call.count(length) for length in lengths))
+    lengths = (c.frames, *c.grid)
+    tables = tuple(_turns(c, length, c.attention_head_dim // 3) for length in lengths)
+    positions = torch.cartesian_prod(*(c.count(length) for length in lengths))
     return tables, tuple(axis[None] for axis in positions.T)
 
 
-def _omnigen_mask(call: _Call) -> Tensor:
+def _omnigen_mask(c: _Call) -> Tensor:
     """[B, S, S]: text and time look back only, the picture looks at everything."""
-    before, length = call.text + 1, call.text + 1 + call.tokens
-    mask = call.whole(length, length, value=1).tril()
+    before, length = c.text + 1, c.text + 1 + c.tokens
+    mask = c.whole(length, length, value=1).tril()
     mask[:, before:] = 1
     return mask
+
+
+def _size_conditions(c: _Call) -> Inputs:
+    if not c.module.use_additional_conditions:
+        return {"resolution": None, "aspect_ratio": None}
+    return {"resolution": c.tensor(2), "aspect_ratio": c.tensor(1)}
 
 
 _AUDIO_TOKENS = 126  # five seconds
@@ -352,26 +370,23 @@ _CLIP_TOKENS, _SIGLIP_TOKENS, _EVA_TOKENS = 257, 729, 577  # a picture for these
 
 # What an argument is, in whichever model has it: a rule that answers None leaves it out.
 _ARGUMENTS: dict[str, _Rule] = {
-    "timestep": lambda c: c.tensor(),
-    "timesteps": lambda c: c.tensor(),
-    "t": lambda c: c.tensor(),
+    **dict.fromkeys(("timestep", "timesteps", "t"), lambda c: c.tensor()),
     "timestep_r": lambda c: c.tensor() if c.use_meanflow else None,
     "sigma": lambda c: c.tensor() if c.cross_attn_mod or c.audio_cross_attn_mod else None,
     "guidance": lambda c: c.tensor() if c.guidance_embeds else None,
     "fps": lambda c: [0] * c.batch if c.inject_sample_info else None,
+    "class_labels": lambda c: c.whole(value=1),
     # text
     "encoder_hidden_states": _text,
     "encoder_hidden_states_t5": _text_t5,
     "encoder_hidden_states_llama3": lambda c: c.tensor(
         max(c.llama_layers) + 1, c.text, c.caption_channels[1]
     ).transpose(0, 1),
-    "encoder_attention_mask": lambda c: c.mask(c.text),
-    "encoder_mask": lambda c: c.mask(c.text),
-    "text_embedding_mask": lambda c: c.mask(c.text),
-    "text_embedding_mask_t5": lambda c: c.mask(c.text_len_t5),
-    "pooled_projections": lambda c: (
-        c.tensor(width) if (width := c.pooled_projection_dim or c.in_text_dim2) else None
+    **dict.fromkeys(
+        ("encoder_attention_mask", "encoder_mask", "text_embedding_mask"), lambda c: c.mask(c.text)
     ),
+    "text_embedding_mask_t5": lambda c: c.mask(c.text_len_t5),
+    "pooled_projections": lambda c: _if_any(c.pooled_projection_dim or c.in_text_dim2, c),
     "pooled_embeds": lambda c: c.tensor(c.text_emb_dim),
     "cap_feats": lambda c: list(c.tensor(c.text, c.cap_feat_dim)),
     "text_bth": lambda c: c.tensor(c.text, c.text_in_dim),
@@ -382,20 +397,15 @@ _ARGUMENTS: dict[str, _Rule] = {
     "input_ids": lambda c: c.whole(c.text),
     # pictures and videos that the output depends on
     "x": lambda c: [picture[:, None] for picture in _image(c)],
-    "encoder_hidden_states_image": lambda c: (
-        c.tensor(_CLIP_TOKENS, c.image_dim) if c.image_dim else None
-    ),
-    "image_embeds": lambda c: (
-        c.tensor(_SIGLIP_TOKENS, width)
-        if (width := c.image_embed_dim or c.image_proj_dim)
-        else None
-    ),
+    "encoder_hidden_states_image": lambda c: _if_any(c.image_dim, c, _CLIP_TOKENS),
+    "image_embeds": lambda c: _if_any(c.image_embed_dim or c.image_proj_dim, c, _SIGLIP_TOKENS),
     "id_cond": lambda c: c.tensor(c.LFE_id_dim) if c.is_train_face else None,
     "id_vit_hidden": lambda c: (
         [c.tensor(_EVA_TOKENS, c.LFE_vit_dim) for _ in range(c.LFE_num_scale)]
         if c.is_train_face
         else None
     ),
+    "controlnet_cond": _condition,
     "control_hidden_states": lambda c: c.video(c.vace_in_channels),
     "pose_hidden_states": lambda c: c.video(c.latent_channels, c.frames - 1),
     "face_pixel_values": lambda c: c.tensor(
@@ -409,7 +419,7 @@ _ARGUMENTS: dict[str, _Rule] = {
     "prior_token_drop": lambda c: c.known([False] * c.batch),
     "input_img_latents": lambda c: [],
     "input_image_sizes": lambda c: {},
-    "audio_hidden_states": lambda c: c.tensor(_AUDIO_TOKENS, c.audio_in_channels),
+    "audio_hidden_states": lambda c: c.tensor(_AUDIO_TOKENS, c.audio_in_channels or c.in_audio_dim),
     # Framepack: a picture, and 16 + 2 + 1 frames of the past in smaller and smaller patches
     "latents_clean": lambda c: c.video(c.in_channels, 2),
     "latents_history_2x": lambda c: c.video(c.in_channels, 2),
@@ -418,12 +428,25 @@ _ARGUMENTS: dict[str, _Rule] = {
     "indices_latents_history_2x": lambda c: c.count(19, 17),
     "indices_latents_clean": lambda c: 19 * c.count(2),
     "indices_latents": lambda c: c.count(20 + c.frames, 20),
+    # Helios: 16, 2 and 1 frames of the past and the first one
+    "latents_history_long": lambda c: c.video(c.in_channels, 16),
+    "latents_history_mid": lambda c: c.video(c.in_channels, 2),
+    "latents_history_short": lambda c: c.video(c.in_channels, 2),
+    "indices_latents_history_long": lambda c: c.count(17, 1).expand(c.batch, -1),
+    "indices_latents_history_mid": lambda c: c.count(19, 17).expand(c.batch, -1),
+    "indices_latents_history_short": lambda c: 19 * c.count(2).expand(c.batch, -1),
+    "indices_hidden_states": lambda c: c.count(20 + c.frames, 20).expand(c.batch, -1),
     # sizes and positions
     "img_ids": _image_ids,
     "txt_ids": _text_ids,
     "img_shapes": lambda c: [[(1, *c.grid)]] * c.batch,
-    "original_size": lambda c: c.whole(2, value=c.height * _PIXELS_PER_LATENT),
-    "target_size": lambda c: c.whole(2, value=c.height * _PIXELS_PER_LATENT),
+    "img_mask": lambda c: c.known([[False] * c.text + [True] * (c.tokens // 4)] * c.batch),
+    "shape_list": lambda c: [[(1, *c.grid)]] * c.batch,
+    "segment_ids": lambda c: c.whole(c.text + c.tokens, value=1),
+    "indicator": lambda c: c.known([[3] * c.text + [2] * c.tokens] * c.batch),
+    **dict.fromkeys(
+        ("original_size", "target_size"), lambda c: c.whole(2, value=c.height * _PIXELS_PER_LATENT)
+    ),
     "crop_coords": lambda c: c.whole(2),
     "image_meta_size": lambda c: c.whole(6, value=c.height * _PIXELS_PER_LATENT),
     "style": lambda c: c.whole(),
@@ -434,70 +457,18 @@ _ARGUMENTS: dict[str, _Rule] = {
     "visual_rope_pos": lambda c: [c.count(length) for length in (c.frames, *c.grid)],
     "text_rope_pos": lambda c: c.count(c.text),
 }
-# Given where the model insists on it: without a mask, nothing is hidden.
-_MASKS = {"encoder_attention_mask"}
-
-# The main input, and how many tokens the pipeline makes of a text.
-_TRANSFORMERS: dict[str, tuple[_Rule, int]] = {
-    "AuraFlowTransformer2DModel": (_image, 256),
-    "BriaFiboTransformer2DModel": (_packed, 1024),
-    "BriaTransformer2DModel": (_packed, 128),
-    "ChromaTransformer2DModel": (_packed, 512),
-    "CogView3PlusTransformer2DModel": (_image, 224),
-    "CogView4Transformer2DModel": (_image, 224),
-    "ErnieImageTransformer2DModel": (_image, 128),
-    "Flux2Transformer2DModel": (_packed, 512),
-    "Flux3Transformer2DModel": (_packed, 512),
-    "FluxTransformer2DModel": (_packed, 512),
-    "GlmImageTransformer2DModel": (_image, 64),
-    "HiDreamImageTransformer2DModel": (_image, 128),
-    "HunyuanDiT2DModel": (_image, 77),
-    "HunyuanImageTransformer2DModel": (
-        lambda c: _image(c) if len(c.patch_size) == 2 else c.video(c.in_channels, 1),
-        1000,
-    ),
-    "JoyImageEditTransformer3DModel": (lambda c: c.video(c.in_channels, 1), 512),
-    "Krea2Transformer2DModel": (_packed, 512),
-    "LongCatImageTransformer2DModel": (_packed, 512),
-    "Lumina2Transformer2DModel": (_image, 256),
-    "LuminaNextDiT2DModel": (_image, 256),
-    "NucleusMoEImageTransformer2DModel": (_packed, 256),
-    "OmniGenTransformer2DModel": (_image, 128),
-    "OvisImageTransformer2DModel": (_packed, 256),
-    "PRXTransformer2DModel": (_image, 256),
-    "QwenImageTransformer2DModel": (_packed, 256),
-    "SD3Transformer2DModel": (_image, 333),
-    "SanaTransformer2DModel": (_image, 300),
-    "ZImageTransformer2DModel": (_image, 128),
-    # ControlNets
-    "FluxControlNetModel": (_packed, 512),
-    "QwenImageControlNetModel": (_packed, 256),
-    "SD3ControlNetModel": (_image, 333),
-    # videos
-    "AllegroTransformer3DModel": (_video, 512),
-    "ChronoEditTransformer3DModel": (_video, 512),
-    "CogVideoXTransformer3DModel": (_frames_second, 226),
-    "ConsisIDTransformer3DModel": (_frames_second, 226),
-    "CosmosTransformer3DModel": (_video, 512),
-    "EasyAnimateTransformer3DModel": (lambda c: c.video(c.out_channels or c.in_channels), 256),
-    "HunyuanVideo15Transformer3DModel": (_video, 1000),
-    "HunyuanVideoFramepackTransformer3DModel": (_video, 256),
-    "HunyuanVideoTransformer3DModel": (_video, 256),
-    "Kandinsky5Transformer3DModel": (_channels_last, 256),
-    "LTX2VideoTransformer3DModel": (_packed_video, 1024),
-    "LTXVideoTransformer3DModel": (_packed_video, 128),
-    "LatteTransformer3DModel": (lambda c: c.video(c.in_channels, c.video_length), 120),
-    "MochiTransformer3DModel": (_video, 256),
-    "MotifVideoTransformer3DModel": (_video, 512),
-    "SkyReelsV2Transformer3DModel": (_video, 512),
-    "WanAnimateTransformer3DModel": (_video, 512),
-    "WanTransformer3DModel": (_video, 512),
-    "WanVACETransformer3DModel": (_video, 512),
-}
 
 # Where a name means something else, or is needed in one model only.
 _OWN: dict[str, dict[str, _Rule]] = {
     "AllegroTransformer3DModel": {"image_rotary_emb": _allegro_rope},
+    "AnyFlowTransformer3DModel": dict.fromkeys(
+        ("timestep", "r_timestep"), lambda c: c.tensor(c.frames)
+    ),
+    "BriaFibo2Transformer2DModel": {
+        "encoder_hidden_states": lambda c: c.tensor(
+            len(c.injection_layer_ids) + 1, c.text, c.cap_feat_dim
+        )
+    },
     "ChromaTransformer2DModel": {"attention_mask": lambda c: c.mask(c.text + c.tokens)},
     "CogVideoXTransformer3DModel": {
         "image_rotary_emb": _cogvideox_rope,
@@ -506,17 +477,29 @@ _OWN: dict[str, dict[str, _Rule]] = {
     "ConsisIDTransformer3DModel": {"image_rotary_emb": _cogvideox_rope},
     "CosmosTransformer3DModel": {
         "encoder_hidden_states": lambda c: c.tensor(
-            c.text,
-            c.crossattn_proj_in_channels if c.use_crossattn_projection else c.text_embed_dim,
+            c.text, c.crossattn_proj_in_channels if c.use_crossattn_projection else c.text_embed_dim
         )
     },
+    "EasyAnimateTransformer3DModel": {
+        "hidden_states": lambda c: c.video(c.out_channels or c.in_channels)
+    },
     "HiDreamImageTransformer2DModel": {"img_ids": lambda c: None},  # made by the model
-    "HunyuanDiT2DModel": {"image_rotary_emb": lambda c: _turns(c, c.tokens, c.attention_head_dim)},
-    "FluxControlNetModel": {"controlnet_cond": _packed},
+    "HunyuanDiT2DModel": {"image_rotary_emb": _image_rope},
+    "HunyuanDiT2DControlNetModel": {"image_rotary_emb": _image_rope},
+    "HunyuanImageTransformer2DModel": {
+        "hidden_states": lambda c: (
+            _image(c) if len(c.patch_size) == 2 else c.video(c.in_channels, 1)
+        )
+    },
     "HunyuanVideo15Transformer3DModel": {
         "encoder_hidden_states_2": lambda c: c.tensor(256, c.text_embed_2_dim),
         "encoder_attention_mask_2": lambda c: c.mask(256),
     },
+    "Ideogram4Transformer2DModel": {
+        "encoder_hidden_states": lambda c: c.tensor(c.text + c.tokens, c.llm_features_dim),
+        "position_ids": _all_ids,
+    },
+    "JoyImageEditTransformer3DModel": {"hidden_states": lambda c: c.video(c.in_channels, 1)},
     "Krea2Transformer2DModel": {
         "encoder_hidden_states": lambda c: c.tensor(c.text, c.num_text_layers, c.text_hidden_dim),
         "position_ids": lambda c: torch.cat([_text_ids(c), _image_ids(c)]),
@@ -534,34 +517,9 @@ _OWN: dict[str, dict[str, _Rule]] = {
         "cross_attention_kwargs": lambda c: {},  # None is the default, and an error
     },
     "NucleusMoEImageTransformer2DModel": {"img_shapes": lambda c: [(1, *c.grid)] * c.batch},
-    "QwenImageControlNetModel": {
-        "controlnet_cond": lambda c: c.tensor(
-            c.tokens, c.in_channels + (c.extra_condition_channels or 0)
-        )
-    },
-    "SD3ControlNetModel": {
-        "controlnet_cond": lambda c: c.picture(c.in_channels + (c.extra_conditioning_channels or 0))
-    },
     "OmniGenTransformer2DModel": {
         "attention_mask": _omnigen_mask,
         "position_ids": lambda c: c.count(c.text + 1 + c.tokens).expand(c.batch, -1),
     },
+    "PixArtTransformer2DModel": {"added_cond_kwargs": _size_conditions},
 }
-
-
-def _transformer(
-    module: Any, cls: Any, size: tuple[int, int], batch: int, frames: int, text: int | None
-) -> Inputs:
-    hidden_states, usual = _TRANSFORMERS[cls.__name__]
-    # Some have positions for a text of one length only.
-    fixed = module.config.get("max_text_seq_length") or module.config.get("text_len")
-    call = _Call(module, batch, *size, frames, fixed or text or usual)
-    rules = {**_ARGUMENTS, "hidden_states": hidden_states, **_OWN.get(cls.__name__, {})}
-    inputs = {}
-    for name, parameter in inspect.signature(cls.forward).parameters.items():
-        optional = parameter.default is not inspect.Parameter.empty
-        if name in rules and not (name in _MASKS and optional):
-            value = rules[name](call)
-            if value is not None or not optional:
-                inputs[name] = value
-    return inputs

@@ -4,9 +4,10 @@ Each function takes the model and its arguments, and gives a `Layout`.
 """
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -15,19 +16,11 @@ from ..regions import Given
 from ..state import Grid
 
 __all__ = [
-    "from_cogvideox",
-    "from_flux2",
-    "from_frames",
-    "from_hidream",
-    "from_hunyuan_video",
-    "from_ids",
-    "from_image",
-    "from_ltx",
-    "from_lumina2",
-    "from_qwen",
-    "from_video",
-    "from_z_image",
-]
+    "from_bria_fibo2", "from_channels_last", "from_flux2", "from_flux3", "from_frames",
+    "from_frames_first", "from_hidream", "from_hunyuan_video", "from_ideogram4", "from_ids",
+    "from_image", "from_joy_image_plus", "from_krea2", "from_ltx", "from_lumina2", "from_nucleus",
+    "from_qwen", "from_qwen21", "from_video", "from_z_image",
+]  # fmt: skip
 
 
 def _one(size: tuple[int, int], grid: Grid, padding: int = 0) -> Layout:
@@ -37,23 +30,41 @@ def _one(size: tuple[int, int], grid: Grid, padding: int = 0) -> Layout:
     return Layout(size, grid, parts)
 
 
+def _patches(module: Any, frames: int, h: int, w: int) -> Layout:
+    """A token for each patch of a latent."""
+    config = module.config
+    patch = config.get("patch_size") or 1
+    sides = (patch,) if isinstance(patch, int) else patch
+    long = config.get("patch_size_t") or config.get("temporal_patch_size")
+    long, side = long or (sides[0] if len(sides) == 3 else 1), sides[-1]
+    return _one((h, w), (frames // long, h // side, w // side))
+
+
 def from_image(module: Any, given: Given) -> Layout:
     """The model gets a latent `[B, C, H, W]`, and makes a token of each patch."""
-    latent = given[given.names[0]]
-    h, w = latent.shape[-2:]
-    side = module.config.get("patch_size") or 1
-    side = side if isinstance(side, int) else side[-1]
-    return _one((h, w), (1, h // side, w // side))
+    return _patches(module, 1, *given[given.names[0]].shape[-2:])
 
 
 def from_video(module: Any, given: Given) -> Layout:
     """The model gets a latent `[B, C, F, H, W]`, and makes a token of each patch."""
-    latent = given[given.names[0]]
-    frames, h, w = latent.shape[-3:]
-    side, config = module.config.get("patch_size") or 1, module.config
-    long, side = (side[0], side[-1]) if not isinstance(side, int) else (1, side)
-    long = config.get("patch_size_t") or config.get("temporal_patch_size") or long
-    return _one((h, w), (frames // long, h // side, w // side))
+    return _patches(module, *given[given.names[0]].shape[-3:])
+
+
+def from_frames_first(module: Any, given: Given) -> Layout:
+    """Frames come before channels: `[B, F, C, H, W]`."""
+    frames, _, h, w = given["hidden_states"].shape[1:]
+    return replace(_patches(module, frames, h, w), axes=(0, 2, 1, 3, 4))
+
+
+def from_channels_last(module: Any, given: Given) -> Layout:
+    """`[B, F, H, W, C]`."""
+    return replace(_patches(module, *given["hidden_states"].shape[1:4]), axes=(0, 4, 1, 2, 3))
+
+
+def from_frames(module: Any, given: Given) -> Layout:
+    """Blocks work on each frame by itself, folded into the batch."""
+    layout = from_video(module, given)
+    return _one(layout.size, (1, *layout.grid[1:]))
 
 
 def from_hunyuan_video(module: Any, given: Given) -> Layout:
@@ -64,19 +75,6 @@ def from_hunyuan_video(module: Any, given: Given) -> Layout:
     t, h, w = layout.grid
     rest = LayoutPart((t - 1) * h * w, (t - 1, h, w))
     return Layout(layout.size, (t - 1, h, w), (LayoutPart(h * w), rest))
-
-
-def from_cogvideox(module: Any, given: Given) -> Layout:
-    """Frames come before channels: `[B, F, C, H, W]`."""
-    frames, _, h, w = given["hidden_states"].shape[1:]
-    side, long = module.config["patch_size"], module.config.get("patch_size_t") or 1
-    return _one((h, w), (frames // long, h // side, w // side))
-
-
-def from_frames(module: Any, given: Given) -> Layout:
-    """Blocks work on each frame by itself, folded into the batch."""
-    layout = from_video(module, given)
-    return _one(layout.size, (1, *layout.grid[1:]))
 
 
 def from_ltx(module: Any, given: Given) -> Layout:
@@ -126,16 +124,51 @@ def from_hidream(module: Any, given: Given) -> Layout:
     return layout if h == w else _one(layout.size, layout.grid, module.max_seq - h * w)
 
 
+def from_bria_fibo2(module: Any, given: Given) -> Layout:
+    """References are latents too, and come after the image."""
+    layout, side = from_image(module, given), module.config["patch_size"]
+    shapes = [latent.shape[-2:] for latent in given["context_latents"] or ()]
+    return _images([layout.grid, *((1, h // side, w // side) for h, w in shapes)], side)
+
+
+def _images(grids: Sequence[Any], side: int = 2, made: int = 1) -> Layout:
+    """Images one after the other: those that are made, then references."""
+    whole = [(int(f), int(h), int(w)) for f, h, w in grids]
+    parts = [LayoutPart(f * h * w, (f, h, w), i >= made) for i, (f, h, w) in enumerate(whole)]
+    _, h, w = whole[0]
+    return Layout((side * h, side * w), whole[0], tuple(parts))
+
+
 def from_qwen(module: Any, given: Given) -> Layout:
     """Tokens are packed; the grids are given: the image first, then references."""
     shapes = given["img_shapes"]
     while not isinstance(shapes[0][0], int):  # those of each item, or of the first
         shapes = shapes[0]
-    grids = [(int(f), int(h), int(w)) for f, h, w in shapes]
-    made = len(grids) - 1 if module.config.get("use_layer3d_rope") and len(grids) > 1 else 1
-    parts = [LayoutPart(f * h * w, (f, h, w), i >= made) for i, (f, h, w) in enumerate(grids)]
-    _, h, w = grids[0]
-    return Layout((2 * h, 2 * w), grids[0], tuple(parts))
+    layered = module.config.get("use_layer3d_rope") and len(shapes) > 1
+    return _images(shapes, made=len(shapes) - 1 if layered else 1)
+
+
+def from_qwen21(module: Any, given: Given) -> Layout:
+    """As `from_qwen`, but the image comes last, after the text and the references that are in it.
+    Where keys of several items are kept together, these cannot run one by one, and none merges."""
+    layout = _images([given["img_shapes"][0][-1]])
+    if given["kv_cache"] is None or given["hidden_states"].shape[0] == 1:
+        return layout
+    return Layout(layout.size, layout.grid, (LayoutPart(layout.tokens),))
+
+
+def from_nucleus(module: Any, given: Given) -> Layout:
+    """Tokens are packed; the grid of each item is given, and they all have the first one's."""
+    shapes = given["img_shapes"]
+    return _images([shapes if isinstance(shapes[0], int) else shapes[0]])
+
+
+def from_joy_image_plus(module: Any, given: Given) -> Layout:
+    """Patches are packed; the grids of each item are given: its image first, then references."""
+    shapes = given["shape_list"]
+    if any(other != shapes[0] for other in shapes):
+        return _nothing(given["hidden_states"])
+    return _images(shapes[0])
 
 
 def from_ids(module: Any, given: Given) -> Layout:
@@ -156,9 +189,34 @@ def from_flux2(module: Any, given: Given) -> Layout:
     return Layout(layout.size, layout.grid, (LayoutPart(layout.tokens),))
 
 
-def _layout_of(ids: Tensor) -> Layout:
+def from_flux3(module: Any, given: Given) -> Layout:
+    """As `from_ids`; references have ids of their own, and come after the image."""
+    layout, ids = _layout_of(given["img_ids"]), given["image_cond_ids"]
+    more = () if ids is None else _layout_of(ids).parts
+    references = [LayoutPart(part.tokens, part.grid, reference=True) for part in more]
+    return Layout(layout.size, layout.grid, (*layout.parts, *references))
+
+
+def from_krea2(module: Any, given: Given) -> Layout:
+    """As `from_ids`, in ids of the whole sequence, `[T + N, 3]`."""
+    return _layout_of(given["position_ids"], given["hidden_states"].shape[1])
+
+
+def from_ideogram4(module: Any, given: Given) -> Layout:
+    """As `from_ids`, in ids of the whole sequence, `[B, T + N, 3]`; what each token is, is given
+    too, `[B, T + N]`."""
+    return _layout_of(given["position_ids"], roles=given["indicator"])
+
+
+def _layout_of(ids: Tensor, tokens: int | None = None, roles: Tensor | None = None) -> Layout:
+    """From places `[.., N, axes]`: those of the last tokens, as many as are said, or as have the
+    role of the last one; all, if nothing is said."""
     if ids not in _layouts:
-        _layouts[ids] = _read_ids(ids if ids.ndim == 2 else ids[0])
+        places = (ids if ids.ndim == 2 else ids[0]).cpu()
+        if roles is not None:
+            others = (roles[0] != roles[0, -1]).nonzero()
+            places = places[int(others[-1]) + 1 if len(others) else 0 :]
+        _layouts[ids] = _read_ids(places if tokens is None else places[-tokens:])
     return _layouts[ids]
 
 
@@ -172,19 +230,25 @@ _layout_of._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 _layouts: Any = WeakTensorKeyDictionary()
 
 
-def _read_ids(ids: Tensor) -> Layout:
-    places = ids[:, :3].to(torch.int64).cpu()
-    picture = places[:, 0]
-    changes = (picture[1:] != picture[:-1]).nonzero().flatten() + 1
-    bounds = [0, *changes.tolist(), len(places)]
+def _read_ids(places: Tensor) -> Layout:
+    """From `[N, axes]`: row and column are the second and the third; the others say which image.
+    The first image is the one that is made."""
+    image = places[:, [axis for axis in range(places.shape[1]) if axis not in (1, 2)]]
+    changes = (image[1:] != image[:-1]).any(dim=1).nonzero().flatten() + 1
     parts = []
-    for first, last in itertools.pairwise(bounds):
-        rows, columns = places[first:last, 1], places[first:last, 2]
-        h, w = (int(x.max() - x.min()) + 1 for x in (rows, columns))
+    for first, last in itertools.pairwise([0, *changes.tolist(), len(places)]):
+        rows, columns = (_ranks(places[first:last, axis]) for axis in (1, 2))
+        h, w = int(rows.max()) + 1, int(columns.max()) + 1
         # Row by row, or it is no grid that we know.
         on_grid = h * w == last - first and bool((rows * w + columns).diff().eq(1).all())
         grid = (1, h, w) if on_grid else None
-        parts.append(LayoutPart(last - first, grid, int(picture[first]) != 0))
+        parts.append(LayoutPart(last - first, grid, bool((image[first] != image[0]).any())))
     target = next((p.grid for p in parts if p.grid is not None and not p.reference), None)
     grid = target or (1, 1, len(places))
     return Layout((2 * grid[1], 2 * grid[2]), grid, tuple(parts))
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Which of the values that occur each one is, `[N]`: places need not be whole numbers."""
+    ranks: Tensor = values.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
+    return ranks

@@ -49,17 +49,18 @@ def from_comfy_lumina(module: Any, given: Given) -> Layout:
 
 
 def from_comfy_video(module: Any, given: Given) -> Layout:
-    """A video: a picture that is given comes before it, and frames that are given come after.
+    """A video, and after it frames that are given, which are left alone.
 
-    Where frames have times of their own, they have modulations of their own, and none is merged.
+    Where frames have times of their own, they have modulations of their own, and none is merged;
+    nor where a picture that is given comes before them.
     """
     latent, more, time = given["x"], given["time_dim_concat"], given["timestep"]
     grid = _grid(module, latent)
     parts = [_part(grid)]
-    if getattr(module, "ref_conv", None) is not None and given["reference_latent"] is not None:
-        parts.insert(0, LayoutPart(grid[1] * grid[2]))
     if more is not None:
-        parts.append(LayoutPart(_part(_grid(module, more)).tokens))
-    if isinstance(time, Tensor) and time.ndim > 1 and time.shape[1] > 1:
+        parts.append(LayoutPart(_part(_grid(module, more)).tokens, reference=True))
+    own_times = isinstance(time, Tensor) and time.ndim > 1 and time.shape[1] > 1
+    led = getattr(module, "ref_conv", None) is not None and given["reference_latent"] is not None
+    if own_times or led:
         parts = [LayoutPart(part.tokens) for part in parts]
     return _layout(latent, grid, *parts)

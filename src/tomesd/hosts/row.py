@@ -10,17 +10,7 @@ from ..policy import Layout
 from ..regions import Along, Given, Tokens
 from ..schedule import Timeline
 from ..settings import Settings
-from .layouts import (
-    from_cogvideox,
-    from_flux2,
-    from_hunyuan_video,
-    from_ids,
-    from_image,
-    from_ltx,
-    from_qwen,
-    from_video,
-)
-from .layouts_comfy import from_comfy_image, from_comfy_video
+from . import layouts, layouts_comfy
 from .names import parameters
 
 __all__ = ["Blocks", "Transformer"]
@@ -37,8 +27,23 @@ _UNET_OPTIONS = (
 """Options that mean nothing on a transformer, and what they are when they are not used."""
 
 
-_OF_VIDEOS = (from_video, from_hunyuan_video, from_cogvideox, from_ltx, from_comfy_video)
-_WITH_REFERENCES = (from_ids, from_flux2, from_qwen, from_comfy_image)
+_OF_VIDEOS = (
+    layouts.from_video,
+    layouts.from_hunyuan_video,
+    layouts.from_frames_first,
+    layouts.from_channels_last,
+    layouts.from_ltx,
+    layouts_comfy.from_comfy_video,
+)
+_WITH_REFERENCES = (
+    layouts.from_ids,
+    layouts.from_flux2,
+    layouts.from_flux3,
+    layouts.from_qwen,
+    layouts.from_bria_fibo2,
+    layouts.from_joy_image_plus,
+    layouts_comfy.from_comfy_image,
+)
 
 
 @dataclass(frozen=True)
@@ -51,25 +56,35 @@ class Blocks:
     joint: bool = False
     text: Literal["before", "after", "ragged"] = "before"
     along: tuple[Along, ...] = ()
+    other: str = "encoder_hidden_states"
     refused: tuple[str, ...] = ()
+    tokens_first: bool = False
+    after_with: str = ""
     alone: bool = False
     """Whether something needs all tokens between the blocks, so that each merges by itself."""
+    anew: str = ""
+    """The entry of the configuration that says how many blocks at the end begin with other tokens,
+    and so are a run of their own."""
     attention: str = ""
     """Self-attention of a block, if it takes image tokens only, and can merge on its own."""
+    keys: tuple[Along, ...] | None = None
+    """Arguments of `attention` with a row for each key. None: it needs as many keys as queries."""
     in_place: bool = False
     names: tuple[str, ...] = ()
     """Parameters of a block, where its forward does not name them."""
 
     def tokens(self, block: nn.Module) -> Tokens:
-        names = self.names or tuple(parameters(block))
         return Tokens(
-            names,
+            self.names or tuple(parameters(block)),
             self.input,
             self.output,
             self.joint,
             self.text,
             self.along,
+            self.other,
             self.refused,
+            self.tokens_first,
+            self.after_with,
             self.in_place,
         )
 
@@ -81,9 +96,9 @@ class Transformer:
     name: str
     """Of the class."""
     lists: tuple[Blocks, ...] = ()
-    layout: Callable[[Any, Given], Layout] = from_image
-    timeline: Timeline | None = None
-    """How its times run. None: as the scheduler says."""
+    layout: Callable[[Any, Given], Layout] = layouts.from_image
+    timeline: Timeline | Callable[[Any], Timeline] | None = None
+    """How its times run, for all models or for one. None: as the scheduler says."""
     time: str = "timestep"
     between: tuple[str, ...] = ()
     """Arguments that add something to all tokens between the blocks, or pass blocks by."""
@@ -91,9 +106,15 @@ class Transformer:
     """Why tokens cannot be merged in it."""
 
     @property
+    def flow(self) -> bool:
+        """Whether all models of the class are known to go straight from noise to image."""
+        return isinstance(self.timeline, Timeline) and self.timeline.flow
+
+    @property
     def targets(self) -> tuple[str, ...]:
         attention = any(part.attention for part in self.lists)
-        return ("stack", "block", "attn") if attention else ("stack", "block")
+        keys = any(part.keys is not None for part in self.lists)
+        return ("stack", "block", *["attn"] * attention, *["kv"] * keys)
 
     def check_options(self, settings: Settings) -> None:
         """Refuses options that mean nothing on this model."""
@@ -114,7 +135,9 @@ class Transformer:
                 "takes no reference images"
             )
         if settings.metric == "keys":
-            raise ValueError(f"metric='keys': a {self.name} allows 'input', 'mean' or 'previous'")
+            raise ValueError(f"metric='keys': means nothing on a {self.name}")
+        if settings.metric == "clean" and (not self.flow):
+            raise ValueError(f"metric='clean': a {self.name} is no rectified flow")
         if isinstance(settings.protect, str):
             raise ValueError(
                 f"protect={settings.protect!r}: a {self.name} allows a mask [h, w] only"

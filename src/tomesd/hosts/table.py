@@ -3,22 +3,12 @@
 What a row needs is in docs/development.md.
 """
 
+import math
+from typing import Any
+
 from ..regions import Along
 from ..schedule import Timeline
-from .layouts import (
-    from_cogvideox,
-    from_flux2,
-    from_frames,
-    from_hidream,
-    from_hunyuan_video,
-    from_ids,
-    from_image,
-    from_ltx,
-    from_lumina2,
-    from_qwen,
-    from_video,
-    from_z_image,
-)
+from . import layouts as at
 from .row import Blocks, Transformer
 
 __all__ = ["TRANSFORMERS"]
@@ -30,29 +20,63 @@ _THOUSAND = Timeline(1000.0, flow=True)
 _RISING = Timeline(0.0, 1.0, flow=True)
 _TO_THOUSAND = Timeline(0.0, 1000.0, flow=True)
 
+
+def _cosmos_timeline(model: Any) -> Timeline:
+    """The first Cosmos is given a quarter of the logarithm of sigma, 80 ... 0.002."""
+    is_first = model.config["extra_pos_embed_type"] is not None
+    return Timeline(math.log(80) / 4, math.log(0.002) / 4) if is_first else _SIGMAS
+
+
 # Where blocks are, and arguments that lie along their tokens.
 _FIRST, _SECOND = "transformer_blocks", "single_transformer_blocks"
+_VISUAL = "visual_transformer_blocks"
 _ROPE, _MASK = "image_rotary_emb", "attention_mask"
 _CONTROL = ("controlnet_block_samples", "controlnet_single_block_samples")
+
+
+def _of_image(name: str, **more: Any) -> Along:
+    """`[B, N, ...]`."""
+    return Along(name, (1,), **more)
+
+
+def _of_all(name: str, **more: Any) -> Along:
+    """`[B, T + N, ...]`."""
+    return Along(name, (1,), sequence=True, **more)
+
 
 _ALL_ROWS = Along(_ROPE, (0,), sequence=True, batched=False)  # [T + N, d]
 _IMAGE_ROWS = Along(_ROPE, (0,), batched=False)  # [N, d]
 _FREQUENCIES = Along("freqs_cis", (0,), batched=False)
+_ALL_FREQUENCIES = Along("freqs_cis", (0,), sequence=True, batched=False)
 _FIRST_PART = Along(_ROPE, (0,), batched=False, parts=(0,))  # rows of the image, rows of the text
-_ROWS_OF_ITEMS = Along(_ROPE, (1,), sequence=True)  # [B, T + N, d]
-_MASK_OF_ALL = Along(_MASK, (1,), sequence=True)  # [B, T + N]
 _KEY_MASK = Along(_MASK, (3,), sequence=True)  # [B, 1, 1, N + T]
+_SCORE_MASK = Along(_MASK, (2, 3), sequence=True)  # [B, 1, T + N, T + N]
 _PADDING_MASK = "hidden_states_masks"
-
-_WAN = (Along("rotary_emb", (1,)), Along("temb", (1,), ndim=4))
+_WAN = (_of_image("rotary_emb"), _of_image("temb", ndim=4))
 _LTX2 = (
     *(
-        Along(n, (a,), ndim=a + 2)
-        for n in ("video_rotary_emb", "ca_video_rotary_emb")
-        for a in (1, 2)
+        Along(name, (axis,), ndim=axis + 2)
+        for name in ("video_rotary_emb", "ca_video_rotary_emb")
+        for axis in (1, 2)
     ),
-    *(Along(name, (1,)) for name in ("temb", "temb_ca_scale_shift", "temb_ca_gate")),
+    *(_of_image(name) for name in ("temb", "temb_ca_scale_shift", "temb_ca_gate")),
 )
+_COSMOS = (
+    _IMAGE_ROWS,
+    _of_image("extra_pos_emb"),
+    *(_of_image(name, ndim=3) for name in ("embedded_timestep", "temb")),
+    _of_image("controlnet_residual", mean=True),
+)
+
+
+def _list(path: str, *along: Along, **fields: Any) -> tuple[Blocks]:
+    """One list of blocks."""
+    return (Blocks(path, along=along, **fields),)
+
+
+def _dual(*along: Along, **fields: Any) -> tuple[Blocks]:
+    """One list; text and image are apart, and the image comes first in what blocks give."""
+    return _list(_FIRST, *along, output=0, **fields)
 
 
 def _apart(*along: Along, alone: bool = False) -> tuple[Blocks, Blocks]:
@@ -66,242 +90,339 @@ def _then_joint(*along: Along, first: str = _FIRST) -> tuple[Blocks, Blocks]:
     return Blocks(first, output=1, along=along), Blocks(_SECOND, joint=True, along=along)
 
 
-def _image_first(rows: Along) -> tuple[Blocks, Blocks]:
+def _image_first(rows: Along, anew: str = "") -> tuple[Blocks, Blocks]:
     """Two lists as in HunyuanVideo: the image comes first, and masks cover the text too."""
+    masks_and = (_KEY_MASK, _IMAGE_ROWS)
     return (
         Blocks(_FIRST, output=0, text="after", along=(_KEY_MASK, rows)),
-        Blocks(_SECOND, output=0, text="after", along=(_KEY_MASK, _IMAGE_ROWS)),
+        Blocks(_SECOND, output=0, text="after", along=masks_and, anew=anew),
     )
 
 
-def _dual(*along: Along, refused: tuple[str, ...] = ()) -> tuple[Blocks]:
-    """One list; text and image are apart, and the image comes first in what blocks give."""
-    return (Blocks(_FIRST, output=0, along=along, refused=refused),)
+def _2d(name: str, *row: Any, **fields: Any) -> Transformer:
+    """The row of a class whose name ends as most do."""
+    return Transformer(f"{name}Transformer2DModel", *row, **fields)
+
+
+def _3d(name: str, *row: Any, **fields: Any) -> Transformer:
+    return Transformer(f"{name}Transformer3DModel", *row, **fields)
 
 
 _IMAGES = (
-    Transformer("FluxTransformer2DModel", _apart(_ALL_ROWS), from_ids, _SIGMAS, between=_CONTROL),
-    Transformer("Flux2Transformer2DModel", _then_joint(_ALL_ROWS), from_flux2, _SIGMAS),
-    Transformer(
-        "ChromaTransformer2DModel",
-        _then_joint(_ALL_ROWS, _MASK_OF_ALL),
-        from_ids,
+    _2d("Flux", _apart(_ALL_ROWS), at.from_ids, _SIGMAS, between=_CONTROL),
+    _2d("Flux2", _then_joint(_ALL_ROWS), at.from_flux2, _SIGMAS),
+    _2d(
+        "Flux3",
+        # In the blocks before, each picture is by itself.
+        _list(_SECOND, _ALL_ROWS, _of_image("temb_mod"), output=1),
+        at.from_flux3,
         _SIGMAS,
-        between=_CONTROL,
     ),
-    Transformer(
-        "SD3Transformer2DModel",
-        (Blocks(_FIRST, output=1),),
-        from_image,
+    _2d("Chroma", _then_joint(_ALL_ROWS, _of_all(_MASK)), at.from_ids, _SIGMAS, between=_CONTROL),
+    _2d(
+        "SD3",
+        _list(_FIRST, output=1),
+        at.from_image,
         _THOUSAND,
         between=("block_controlnet_hidden_states", "skip_layers"),
     ),
-    Transformer(
-        "QwenImageTransformer2DModel",
-        (Blocks(_FIRST, output=1, along=(_FIRST_PART, Along("modulate_index", (1,)))),),
-        from_qwen,
+    _2d(
+        "QwenImage",
+        _list(_FIRST, _FIRST_PART, _of_image("modulate_index"), output=1),
+        at.from_qwen,
         _SIGMAS,
         between=_CONTROL,
     ),
-    Transformer(
-        "ZImageTransformer2DModel",
-        (
-            Blocks(
-                "layers",
-                input="x",
-                joint=True,
-                text="after",
-                along=tuple(Along(n, (1,), sequence=True) for n in ("attn_mask", "freqs_cis")),
-                refused=("noise_mask",),
-            ),
+    _2d(
+        "QwenImage21",
+        _list(
+            _FIRST,
+            Along("rotary_emb", (0,), sequence=True, batched=False),
+            Along("target_token_mask", (0,), sequence=True, batched=False),
+            _of_all("key_valid"),
+            Along("modulation", (), last_for_all=True),
+            joint=True,
+            refused=(_MASK,),
         ),
-        from_z_image,
+        at.from_qwen21,
+        _SIGMAS,
+    ),
+    _2d(
+        "ZImage",
+        _list(
+            "layers",
+            _of_all("attn_mask"),
+            _of_all("freqs_cis"),
+            input="x",
+            joint=True,
+            text="after",
+            refused=("noise_mask",),
+        ),
+        at.from_z_image,
         _RISING,
         time="t",
         between=("controlnet_block_samples",),
     ),
-    Transformer(
-        "Lumina2Transformer2DModel",
-        (Blocks("layers", joint=True, text="ragged", along=(_MASK_OF_ALL, _ROWS_OF_ITEMS)),),
-        from_lumina2,
+    _2d(
+        "Lumina2",
+        _list("layers", _of_all(_MASK), _of_all(_ROPE), joint=True, text="ragged"),
+        at.from_lumina2,
         _RISING,
     ),
     Transformer(
         "LuminaNextDiT2DModel",
-        (Blocks("layers", along=(Along(_ROPE, (1,)), Along(_MASK, (1,)))),),
-        from_image,
+        _list("layers", _of_image(_ROPE), _of_image(_MASK)),
+        at.from_image,
         _RISING,
     ),
-    Transformer(
-        "AuraFlowTransformer2DModel",
-        _then_joint(first="joint_transformer_blocks"),
-        from_image,
-        _SIGMAS,
-    ),
-    Transformer(
-        "HiDreamImageTransformer2DModel",
+    _2d("AuraFlow", _then_joint(first="joint_transformer_blocks"), at.from_image, _SIGMAS),
+    _2d(
+        "HiDreamImage",
         (
-            Blocks(
+            *_list(
                 "double_stream_blocks",
+                _of_all(_ROPE),
+                _of_image(_PADDING_MASK),
                 output=0,
                 text="after",
-                along=(_ROWS_OF_ITEMS, Along(_PADDING_MASK, (1,))),
             ),
-            Blocks(
+            *_list(
                 "single_stream_blocks",
+                _of_all(_ROPE),
+                _of_all(_PADDING_MASK),
                 joint=True,
                 text="after",
-                along=(_ROWS_OF_ITEMS, Along(_PADDING_MASK, (1,), sequence=True)),
                 alone=True,  # text is put in between blocks
             ),
         ),
-        from_hidream,
+        at.from_hidream,
         _THOUSAND,
         time="timesteps",
     ),
-    Transformer("HunyuanImageTransformer2DModel", _image_first(_IMAGE_ROWS), from_image, _THOUSAND),
+    _2d("HunyuanImage", _image_first(_IMAGE_ROWS), at.from_image, _THOUSAND),
     Transformer(
         "HunyuanDiT2DModel",
-        (Blocks("blocks", along=(_IMAGE_ROWS, Along("skip", (1,), mean=True)), alone=True),),
-        from_image,
+        _list("blocks", _IMAGE_ROWS, _of_image("skip", mean=True), alone=True),
         between=("controlnet_block_samples",),
     ),
-    Transformer("CogView3PlusTransformer2DModel", _dual()),
-    Transformer(
-        "CogView4Transformer2DModel", _dual(_IMAGE_ROWS, refused=(_MASK,)), from_image, _THOUSAND
-    ),
-    Transformer(
-        "GlmImageTransformer2DModel",
+    _2d("CogView3Plus", _dual()),
+    _2d("CogView4", _dual(_IMAGE_ROWS, refused=(_MASK,)), at.from_image, _THOUSAND),
+    _2d(
+        "GlmImage",
         _dual(_IMAGE_ROWS, refused=(_MASK,)),
-        from_image,
+        at.from_image,
         _THOUSAND,
         between=("kv_caches",),
     ),
-    Transformer("BriaTransformer2DModel", _apart(_ALL_ROWS), from_ids, _THOUSAND, between=_CONTROL),
-    Transformer("BriaFiboTransformer2DModel", _then_joint(_ALL_ROWS), from_ids, _SIGMAS),
-    Transformer("OvisImageTransformer2DModel", _apart(_ALL_ROWS), from_ids, _SIGMAS),
-    Transformer("LongCatImageTransformer2DModel", _apart(_ALL_ROWS), from_ids, _SIGMAS),
-    Transformer(
-        "OmniGenTransformer2DModel",
-        (Blocks("layers", joint=True, along=(_ALL_ROWS, Along(_MASK, (2, 3), sequence=True))),),
-        from_image,
-        _RISING,
+    _2d("Bria", _apart(_ALL_ROWS), at.from_ids, _THOUSAND, between=_CONTROL),
+    _2d("BriaFibo", _then_joint(_ALL_ROWS), at.from_ids, _SIGMAS),
+    _2d(
+        "BriaFibo2",
+        _list(
+            "layers",
+            *(_of_all(name) for name in ("attn_mask", "freqs_cis", "noise_mask")),
+            input="x",
+            joint=True,
+            after_with="attn_mask",
+        ),
+        at.from_bria_fibo2,
+        _SIGMAS,
     ),
-    Transformer(
-        "JoyImageEditTransformer3DModel",
-        (Blocks("double_blocks", output=0, along=(_FIRST_PART,)),),
-        from_video,
+    _2d("OvisImage", _apart(_ALL_ROWS), at.from_ids, _SIGMAS),
+    _2d("LongCatImage", _apart(_ALL_ROWS), at.from_ids, _SIGMAS),
+    _2d("OmniGen", _list("layers", _ALL_ROWS, _SCORE_MASK, joint=True), at.from_image, _RISING),
+    _3d("JoyImageEdit", _list("double_blocks", _FIRST_PART, output=0), at.from_video, _THOUSAND),
+    _3d(
+        "JoyImageEditPlus",
+        _list("double_blocks", _of_image(_ROPE), _KEY_MASK, output=0, text="after"),
+        at.from_joy_image_plus,
         _THOUSAND,
     ),
-    Transformer(
-        "PRXTransformer2DModel", (Blocks("blocks", along=(Along(_ROPE, (2,)),)),), timeline=_SIGMAS
+    _2d("Krea2", _list(_FIRST, _ALL_ROWS, _KEY_MASK, joint=True), at.from_krea2, _SIGMAS),
+    _2d(
+        "NucleusMoEImage",
+        _list(_FIRST, _FIRST_PART, _of_all("attention_kwargs", parts=(_MASK,)), text="after"),
+        at.from_nucleus,
+        _SIGMAS,
     ),
+    _2d(
+        "ErnieImage",
+        _list(
+            "layers",
+            _of_all("rotary_pos_emb"),
+            _of_all("temb", tokens_first=True),
+            _KEY_MASK,
+            input="x",
+            tokens_first=True,
+            joint=True,
+            text="after",
+        ),
+        at.from_image,
+        _THOUSAND,
+    ),
+    _2d(
+        "Ideogram4",
+        _list("layers", _SCORE_MASK, _of_all(_ROPE), _of_all("adaln_input"), joint=True),
+        at.from_ideogram4,
+        _RISING,
+    ),
+    _2d("PRX", _list("blocks", Along(_ROPE, (2,))), timeline=_SIGMAS),
 )
 
 _VIDEOS = (
-    Transformer(
-        "WanTransformer3DModel",
-        (Blocks("blocks", along=_WAN, attention="attn1"),),
-        from_video,
-        _THOUSAND,
-    ),
-    Transformer(
-        "WanVACETransformer3DModel",
-        (Blocks("blocks", along=_WAN, attention="attn1"),),
-        from_video,
+    _3d("Wan", _list("blocks", *_WAN, attention="attn1"), at.from_video, _THOUSAND),
+    _3d(
+        "WanVACE",
+        _list("blocks", *_WAN, attention="attn1"),
+        at.from_video,
         _THOUSAND,
         between=("control_hidden_states",),
     ),
-    Transformer(
-        "WanAnimateTransformer3DModel",
-        (Blocks("blocks", along=_WAN, alone=True),),  # an adapter wants whole frames
-        from_video,
+    _3d(
+        "WanAnimate",
+        _list("blocks", *_WAN, alone=True),  # an adapter wants whole frames
+        at.from_video,
         _THOUSAND,
     ),
-    Transformer(
-        "SkyReelsV2Transformer3DModel",
+    _3d(
+        "SkyReelsV2",
+        _list("blocks", _WAN[0], Along("temb", (2,), ndim=4), refused=(_MASK,)),
+        at.from_video,
+        _THOUSAND,
+    ),
+    _3d("ChronoEdit", _list("blocks", *_WAN), at.from_video, _THOUSAND),
+    _3d(
+        "AnyFlow",
+        _list(
+            "blocks",
+            Along("rotary_emb", (2,), parts=("query", "key")),
+            _of_image("temb"),
+            attention="attn1",
+            keys=(Along("rotary_emb", (2,), parts=("key",)),),
+        ),
+        at.from_frames_first,
+        _THOUSAND,
+    ),
+    _3d(
+        "Helios",
+        _list(
+            "blocks",
+            _of_all("rotary_emb"),
+            _of_all("temb", ndim=4),
+            Along("original_context_length", ()),
+            joint=True,  # with the frames before, which are in front
+        ),
+        at.from_video,
+        _THOUSAND,
+    ),
+    _3d("HunyuanVideo", _image_first(_FREQUENCIES), at.from_hunyuan_video, _THOUSAND),
+    _3d(
+        "HunyuanVideoFramepack",
         (
-            Blocks(
-                "blocks", along=(_WAN[0], Along("temb", (2,), ndim=4)), refused=("attention_mask",)
-            ),
+            *_dual(_ALL_FREQUENCIES, _KEY_MASK, joint=True),  # with the frames before, in front
+            *_list(_SECOND, _ALL_ROWS, _KEY_MASK, output=0, joint=True),
         ),
-        from_video,
+        at.from_video,
         _THOUSAND,
     ),
-    Transformer(
-        "ChronoEditTransformer3DModel", (Blocks("blocks", along=_WAN),), from_video, _THOUSAND
+    _3d("HunyuanVideo15", _dual(_FREQUENCIES), at.from_video, _THOUSAND),
+    _3d(
+        "MotifVideo", _image_first(_IMAGE_ROWS, anew="num_decoder_layers"), at.from_video, _THOUSAND
     ),
-    Transformer(
-        "HunyuanVideoTransformer3DModel",
-        _image_first(_FREQUENCIES),
-        from_hunyuan_video,
+    _3d("CogVideoX", _dual(_IMAGE_ROWS), at.from_frames_first),
+    _3d("ConsisID", _dual(_IMAGE_ROWS), at.from_frames_first, between=("id_cond",)),
+    _3d(
+        "Cosmos",
+        _list(_FIRST, *_COSMOS),
+        at.from_video,
+        _cosmos_timeline,
+        between=("block_controlnet_hidden_states",),
+    ),
+    _3d(
+        "Kandinsky5",
+        _list(_VISUAL, _of_image("rope"), input="visual_embed", refused=("sparse_params",)),
+        at.from_channels_last,
         _THOUSAND,
     ),
-    Transformer(
-        "HunyuanVideoFramepackTransformer3DModel",
-        # The frames before are in the sequence of image tokens, in front.
-        tuple(
-            Blocks(path, output=0, joint=True, along=(rows, _KEY_MASK))
-            for path, rows in (
-                (_FIRST, Along("freqs_cis", (0,), sequence=True, batched=False)),
-                (_SECOND, _ALL_ROWS),
-            )
+    _3d(
+        "Kandinsky6",
+        _list(
+            _VISUAL,
+            Along("vis_rope", (0,), batched=False),
+            Along("aud_rope", (), batched=False),
+            input="vis",
+            other="aud",
+            output=0,
         ),
-        from_video,
+        at.from_channels_last,
         _THOUSAND,
     ),
-    Transformer("HunyuanVideo15Transformer3DModel", _dual(_FREQUENCIES), from_video, _THOUSAND),
-    Transformer("CogVideoXTransformer3DModel", _dual(_IMAGE_ROWS), from_cogvideox),
-    Transformer(
-        "ConsisIDTransformer3DModel", _dual(_IMAGE_ROWS), from_cogvideox, between=("id_cond",)
-    ),
-    Transformer(
-        "LTXVideoTransformer3DModel",
-        (Blocks(_FIRST, along=(Along(_ROPE, (1,)), Along("temb", (1,))), attention="attn1"),),
-        from_ltx,
+    _3d(
+        "LTXVideo",
+        _list(_FIRST, _of_image(_ROPE), _of_image("temb"), attention="attn1"),
+        at.from_ltx,
         _THOUSAND,
     ),
-    Transformer(
-        "LTX2VideoTransformer3DModel",
-        (Blocks(_FIRST, output=0, along=_LTX2, refused=("self_attention_mask",)),),
-        from_ltx,
+    _3d(
+        "LTX2Video",
+        _dual(*_LTX2, other="audio_hidden_states", refused=("self_attention_mask",)),
+        at.from_ltx,
         _THOUSAND,
     ),
-    Transformer("MochiTransformer3DModel", _dual(_IMAGE_ROWS), from_video, _TO_THOUSAND),
-    Transformer("EasyAnimateTransformer3DModel", _dual(_IMAGE_ROWS), from_video, _THOUSAND),
-    Transformer(
-        "AllegroTransformer3DModel",
-        (Blocks(_FIRST, along=(Along(_ROPE, (1,), parts=(1,)),), refused=(_MASK,)),),
-        from_video,
-    ),
-    Transformer(
-        "LatteTransformer3DModel",
-        (Blocks(_FIRST, alone=True, refused=(_MASK,)),),  # blocks over time lie between
-        from_frames,
+    _3d("Mochi", _dual(_IMAGE_ROWS), at.from_video, _TO_THOUSAND),
+    _3d("EasyAnimate", _dual(_IMAGE_ROWS), at.from_video, _THOUSAND),
+    _3d("Allegro", _list(_FIRST, _of_image(_ROPE, parts=(1,)), refused=(_MASK,)), at.from_video),
+    _3d(
+        "Latte",
+        # Blocks over time lie between.
+        _list(_FIRST, alone=True, refused=(_MASK,), attention="attn1", keys=()),
+        at.from_frames,
     ),
 )
 
 # What every block gives is handed on to the model that is controlled.
 _CONTROLNETS = (
-    Transformer("FluxControlNetModel", _apart(_ALL_ROWS, alone=True), from_ids, _SIGMAS),
+    Transformer("FluxControlNetModel", _apart(_ALL_ROWS, alone=True), at.from_ids, _SIGMAS),
     Transformer(
-        "SD3ControlNetModel", (Blocks(_FIRST, output=1, alone=True),), from_image, _THOUSAND
+        "SD3ControlNetModel", _list(_FIRST, output=1, alone=True), at.from_image, _THOUSAND
     ),
     Transformer(
         "QwenImageControlNetModel",
-        (Blocks(_FIRST, output=1, along=(_FIRST_PART,), alone=True),),
-        from_qwen,
+        _list(_FIRST, _FIRST_PART, output=1, alone=True),
+        at.from_qwen,
         _SIGMAS,
     ),
+    Transformer("HunyuanDiT2DControlNetModel", _list("blocks", _IMAGE_ROWS, alone=True)),
 )
 
+_CONVOLUTIONS = (
+    "its feed-forward layers are convolutions over the whole grid of tokens, and its attention is "
+    "linear, so there would be little to gain"
+)
+_KEPT_KEYS = "keys and values are kept from one part of the video to the next, and"
 _REFUSED = tuple(
-    Transformer(
-        name,
-        reason="its feed-forward layers are convolutions over the whole grid of tokens, and its "
-        "attention is linear, so there would be little to gain",
-    )
-    for name in ("SanaTransformer2DModel", "SanaVideoTransformer3DModel")
+    Transformer(name, reason=reason)
+    for name, reason in {
+        "SanaTransformer2DModel": _CONVOLUTIONS,
+        "SanaVideoTransformer3DModel": _CONVOLUTIONS,
+        "SanaWMTransformer3DModel": _CONVOLUTIONS,
+        "SanaControlNetModel": _CONVOLUTIONS,
+        "SanaWMLTX2RefinerTransformer3DModel": "it is not told the grid that its tokens are on",
+        "AnyFlowFARTransformer3DModel": f"{_KEPT_KEYS} the masks of its attention are laid out for "
+        "all tokens",
+        "WanAnimate2Transformer3DModel": f"{_KEPT_KEYS} its attention computes positions from the "
+        "grid, for all tokens",
+        "Kandinsky6SRTransformer3DModel": "its attention is sparse, and chooses among squares of "
+        "8x8 tokens",
+        "Cosmos3OmniTransformer": "text, pictures, sound and actions are packed into one sequence "
+        "without a batch",
+        "MiniMaxH3Transformer3DModel": "text, pictures, sound and video are packed into one "
+        "sequence, whose order only its pipeline knows",
+        "DreamLiteUNetModel": "its blocks have self-attention on coarse grids only, so there would "
+        "be little to gain",
+        "CosmosControlNetModel": "its blocks give a projection of all tokens besides the tokens",
+        "ZImageControlNetModel": "its blocks give, with their tokens, what all blocks before gave",
+    }.items()
 )
 
 TRANSFORMERS = (*_IMAGES, *_VIDEOS, *_CONTROLNETS, *_REFUSED)

@@ -26,7 +26,15 @@ _ROPE = Along("pe", (2,), sequence=True)  # [B, 1, T + N, d, 2, 2]
 
 # Blocks of Flux add to the tokens they are given.
 _FLUX = (
-    Blocks("double_blocks", "img", 0, along=(_ROPE,), refused=("attn_mask",), in_place=True),
+    Blocks(
+        "double_blocks",
+        "img",
+        0,
+        along=(_ROPE,),
+        other="txt",
+        refused=("attn_mask",),
+        in_place=True,
+    ),
     Blocks("single_blocks", "x", joint=True, along=(_ROPE,), refused=("attn_mask",), in_place=True),
 )
 _WAN = Blocks("blocks", "x", along=(Along("freqs", (1,)),))  # [1, N, 1, d, 2, 2]
@@ -37,7 +45,7 @@ COMFY_TRANSFORMERS = (
     Transformer("Chroma", _FLUX, from_comfy_image, _SIGMAS, between=_BETWEEN),
     Transformer(
         "MMDiT",  # Stable Diffusion 3
-        (Blocks("joint_blocks", "x", 1, names=("context", "x")),),
+        (Blocks("joint_blocks", "x", 1, other="context", names=("context", "x")),),
         from_comfy_image,
         _THOUSAND,
         time="timesteps",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..schedule import Timeline
+from ..schedule import Shift, Timeline
 from .names import class_names
 
 __all__ = ["find_timeline"]
@@ -18,12 +18,15 @@ def find_timeline(model: Any) -> Timeline:
     if config is not None:
         counts = config.get("timestep_type") != "continuous" and "sigma_data" not in config
         noise = config.get("num_train_timesteps", 1000) - 1.0 if counts else None
-        return Timeline(noise, shares=_shares(getattr(scheduler, "alphas_cumprod", None)))
+        shares = _shares(getattr(scheduler, "alphas_cumprod", None))
+        return Timeline(noise, shares=shares, shift=_shift(config))
     for owner in (model, getattr(model, "model", None)):
         shares = _shares(getattr(owner, "alphas_cumprod", None))  # ldm
         sampling = getattr(owner, "model_sampling", None)  # ComfyUI
         if sampling is not None and "CONST" in class_names(sampling):
-            return Timeline(float(sampling.timestep(torch.tensor(1.0))), flow=True)
+            middle = sampling.percent_to_sigma(0.5)
+            shift = Shift(middle / (1 - middle))
+            return Timeline(float(sampling.timestep(torch.tensor(1.0))), flow=True, shift=shift)
         sigmas = getattr(sampling, "sigmas", None)
         if shares is None and isinstance(sigmas, Tensor):
             variance = sigmas.double() ** 2
@@ -31,6 +34,15 @@ def find_timeline(model: Any) -> Timeline:
         if shares is not None:
             return Timeline(len(shares) - 1.0, shares=shares)
     return Timeline()
+
+
+def _shift(config: Any) -> Shift:
+    """Of the scheduler of a flow."""
+    if config.get("use_dynamic_shifting") and "base_shift" in config:
+        few, many = config["base_image_seq_len"], config["max_image_seq_len"]
+        return Shift(growth=(few, many, config["base_shift"], config["max_shift"]))
+    factor = config.get("shift", config.get("flow_shift"))
+    return Shift() if factor is None else Shift(float(factor))
 
 
 def _shares(kept: Any) -> tuple[float, ...] | None:

@@ -17,7 +17,13 @@ from .table_comfy import COMFY_TRANSFORMERS
 
 __all__ = ["DEFAULTS", "find_row", "name_all", "sites"]
 
-DEFAULTS: dict[str, Any] = {"target": "stack", "share": "level", "start": 0.0, "end": 0.5}
+DEFAULTS: dict[str, Any] = {
+    "target": "stack",
+    "share": "level",
+    "start": 0.0,
+    "end": 0.5,
+    "reuse_start": 0.5,
+}
 """What options that depend on the kind of model are, unless they are given."""
 
 _BY_NAME = {row.name: row for row in TRANSFORMERS}
@@ -45,21 +51,30 @@ def sites(
     model: nn.Module, row: Transformer, settings: Settings
 ) -> Iterator[tuple[nn.Module, Role]]:
     """The blocks that merge and the model itself, with their roles."""
-    blocks = [(part, block) for part in row.lists for block in getattr(model, part.path)]
-    chosen = _within(settings.depth, len(blocks))
-    for part in row.lists:
-        run = [block for i, (p, block) in enumerate(blocks) if p is part and i in chosen]
+    runs = [(part, blocks) for part in row.lists for blocks in _runs(model, part)]
+    chosen = _within(settings.depth, sum(len(blocks) for _, blocks in runs))
+    before = 0
+    for part, blocks in runs:
+        run = [block for i, block in enumerate(blocks, before) if i in chosen]
+        before += len(blocks)
         for block in run:
             alone = part.alone or settings.target == "block"
             first, last = block is run[0] or alone, block is run[-1] or alone
             yield from _block_sites(block, part, settings, first, last)
     names = tuple(parameters(model))
     paths = tuple(part.path for part in row.lists)
-    channels = _channels(blocks[0][1])
+    channels = _channels(runs[0][1][0])
     yield (
         model,
         TransformerRoot(names, row.time, row.layout, row.between, paths, channels, len(chosen)),
     )
+
+
+def _runs(model: Any, part: Blocks) -> list[list[nn.Module]]:
+    """The blocks of a list, in runs that hand their tokens on from one to the next."""
+    blocks = list(getattr(model, part.path))
+    end = len(blocks) - (model.config[part.anew] if part.anew else 0)
+    return [run for run in (blocks[:end], blocks[end:]) if run]
 
 
 def _within(depth: tuple[float, float] | None, blocks: int) -> range:
@@ -76,14 +91,16 @@ def _block_sites(
     block: nn.Module, part: Blocks, settings: Settings, first: bool, last: bool
 ) -> Iterator[tuple[nn.Module, Role]]:
     tokens = part.tokens(block)
-    if settings.target != "attn":
-        yield block, Member(tokens, first, last)
+    if settings.whole_blocks:
+        yield block, Member(tokens, first, last, reusable=True)
         return
     if part.attention:
         layer = getattr(block, part.attention)
         names = tuple(parameters(layer))
-        along = tuple(a for a in part.along if a.name in names)
-        yield layer, Layer(Tokens(names, names[0], along=along), "attn", names[1])
+        along = tuple(a for a in part.along if a.name in names or "kwargs" in names)
+        along = along if settings.target == "attn" else part.keys or ()
+        inside = Tokens(names, names[0], along=along, refused=part.refused)
+        yield layer, Layer(inside, "attn", "encoder_hidden_states")
         yield block, Block(tokens)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..patch import original_class
-from ..regions import Block, Layer, Member, Norm, Projection, Role, Stack, Tokens, UNetRoot
+from ..regions import Block, Deep, Layer, Member, Norm, Projection, Role, Stack, Tokens, UNetRoot
 from ..settings import Settings
 from .names import class_names, parameters
 
@@ -20,6 +20,9 @@ __all__ = [
     "DEFAULTS",
     "NAMES",
     "block_sites",
+    "check_reuse",
+    "deep_sites",
+    "fill_settings",
     "is_root",
     "is_stack",
     "root_role",
@@ -33,7 +36,14 @@ NAMES = (
 )
 """As users know them."""
 
-DEFAULTS: dict[str, Any] = {"target": "attn", "share": "block", "start": 0.0, "end": 1.0}
+DEFAULTS: dict[str, Any] = {
+    "target": "attn",
+    "share": "block",
+    "metric": "input",
+    "start": 0.0,
+    "end": 1.0,
+    "reuse_start": 0.0,
+}
 """What options that depend on the kind of model are, unless they are given."""
 
 BLOCK = "BasicTransformerBlock"
@@ -77,6 +87,14 @@ _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
 _INTERLEAVED = "temporal_transformer_blocks"
 """Where a stack keeps blocks that run between the others, on the frames of a video."""
 
+_LEVELLED = (
+    "UNet2DConditionModel",
+    "UNetMotionModel",
+    "UNet3DConditionModel",
+    "UNetSpatioTemporalConditionModel",
+)
+"""Models whose levels are `down_blocks`, `mid_block` and `up_blocks`."""
+
 _TIMESTEPS = ("timestep", "timesteps")
 
 
@@ -94,6 +112,41 @@ def root_role(module: nn.Module) -> UNetRoot:
     return UNetRoot(tuple(names), next(name for name in names if name in _TIMESTEPS))
 
 
+def check_reuse(settings: Settings, model: str) -> None:
+    """Refuses to reuse runs of blocks where there are none."""
+    if settings.reuse is not None and settings.target not in (None, "block", "stack"):
+        raise ValueError(
+            f"reuse={settings.reuse!r}: needs target='stack' or 'block' on a {model}, not "
+            f"{settings.target!r}"
+        )
+
+
+def fill_settings(asked: Settings, module: nn.Module) -> Settings:
+    """The settings with the defaults of UNets where nothing was given."""
+    runs = asked.reuse is not None and is_stack(module)
+    settings = asked.filled(**(DEFAULTS | {"target": "stack"} if runs else DEFAULTS))
+    check_options(settings, module)
+    return settings
+
+
+def deep_sites(module: Any, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
+    """What lies below the finest level of a UNet, if steps are to leave it out."""
+    if settings.reuse is None or not _has_levels(module):
+        return
+    for block in module.down_blocks[1:]:
+        yield block, Deep("down")
+    yield module.mid_block, Deep("middle")
+    *deeper, top = module.up_blocks[:-1]
+    for block in deeper:
+        yield block, Deep("up")
+    yield top, Deep("up", last=True)
+
+
+def _has_levels(module: Any) -> bool:
+    """Whether it is a UNet of diffusers with something below its finest level."""
+    return any(name in _LEVELLED for name in class_names(module)) and len(module.up_blocks) > 1
+
+
 def stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
     """The stacks in a model, and what is in them: modules and their roles."""
     for stack in module.modules():
@@ -104,7 +157,7 @@ def stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Modu
         together = settings.target == "stack" and not hasattr(stack, _INTERLEAVED)
         for block in found:
             first, last = block is found[0] or not together, block is found[-1] or not together
-            yield from block_sites(block, settings, first, last)
+            yield from block_sites(block, settings, first, last, reusable=stack is module)
         path = next(_STACKS[name] for name in class_names(stack) if name in _STACKS)
         attention = getattr(found[0], _ATTENTION, None) if found else None
         yield (
@@ -120,7 +173,11 @@ def stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Modu
 
 
 def block_sites(
-    block: nn.Module, settings: Settings, first: bool = True, last: bool = True
+    block: nn.Module,
+    settings: Settings,
+    first: bool = True,
+    last: bool = True,
+    reusable: bool = False,
 ) -> Iterator[tuple[nn.Module, Role]]:
     """A block and its layers, as far as they have a role."""
     refused = tuple(name for names in _REFUSED.values() for name in names)
@@ -128,7 +185,7 @@ def block_sites(
     names = tuple(parameters(block, method))
     tokens = Tokens(names, names[0], refused=refused)
     if settings.whole_blocks:
-        yield block, Member(tokens, first, last)
+        yield block, Member(tokens, first, last, reusable)
         return
     for attribute, kind in _LAYERS.items():
         layer = getattr(block, attribute, None)
@@ -175,11 +232,23 @@ def _projection_sites(attention: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
             yield module, Projection(part)  # type: ignore[arg-type]
 
 
-def check_options(settings: Settings, model: str) -> None:
+def check_options(settings: Settings, module: nn.Module) -> None:
     """Refuses options that mean nothing on a UNet."""
+    model = type(module).__name__
+    if settings.metric == "clean":
+        raise ValueError(f"metric='clean': a {model} is no rectified flow")
     for name in ("depth", "st", "reference_ratio"):
         value = getattr(settings, name)
         if value is not None:
             raise ValueError(
                 f"{name}={value!r}: means nothing on a {model}, only on diffusion transformers"
             )
+    # A ControlNet always runs: the model that it controls takes all that it gives.
+    if settings.reuse is None or _has_levels(module) or "ControlNet" in model:
+        return
+    if not is_stack(module) or not is_root(module):
+        raise ValueError(
+            f"reuse={settings.reuse!r}: means nothing on a {model}, only on UNets of diffusers "
+            "that have several levels, and on diffusion transformers"
+        )
+    check_reuse(settings, model)

@@ -4,6 +4,7 @@ A patched module plays a role, which runs around its own forward:
 
     UNetRoot, TransformerRoot   the model: reads image size and time, and makes the call's scope
       Stack       of a UNet: reads the grid, and decides what merges in its blocks
+      Deep        of a UNet: a part below the finest level, which steps can leave out
         Member      a block in a run of blocks on merged tokens: the first opens the region, the
                     last closes it
         Block       a block whose layers merge each by itself: makes their plans
@@ -16,6 +17,7 @@ part of the generated class, so they can be pickled, and equal ones share a clas
 """
 
 from .block import Block, Member
+from .deep import Deep
 from .layers import Layer, Norm, Projection
 from .model import Given, Stack, TransformerRoot, UNetRoot
 from .role import Role
@@ -24,6 +26,7 @@ from .tokens import Along, Tokens
 __all__ = [
     "Along",
     "Block",
+    "Deep",
     "Given",
     "Layer",
     "Member",

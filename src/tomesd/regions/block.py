@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..planning import find_plan, note_output
 from ..policy import Work, decide
+from ..reuse import use_or_keep
 from ..state import (
     Call,
     Decision,
@@ -106,59 +107,95 @@ def _is_hooked(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Member(_AnyBlock):
-    """A block in a run of blocks that all work on the same merged tokens."""
+    """A block in a run of blocks that all work on the same merged tokens.
+
+    The run is a region: its first block opens it, its last one closes it. At steps that reuse it,
+    no block of it runs.
+    """
 
     first: bool = True
     last: bool = True
+    reusable: bool = False
+    """Whether steps may leave the run out."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         x = self.tokens.take(args, kwargs)
         scope = self.scope_at(module, patch, x)
         region = scope.region
-        if region is not None:
+        if region is None:
+            region = self._open(scope, module, args, kwargs)
+            if region is None:
+                return inner(*args, **kwargs)
+            merged = region.merged.clone() if self.tokens.in_place else region.merged
+            args, kwargs = self.tokens.given(merged, args, kwargs)
+            scope.region = region if self.first and not scope.call.apart else None
+        if self._reuses(scope):
+            output = self.tokens.unchanged(args, kwargs)
+        else:
             output = self.tokens.call(inner, region.along, args, kwargs)
-            if not self.last:
-                return output
-            scope.region = None
-            return self._close(scope, region, output)
-        assert scope.decision is not None
-        if not scope.decision.merges:
-            return inner(*args, **kwargs)
-        reason = self.reason_to_skip(scope, x, self.tokens.given_refused(args, kwargs))
-        if reason:
-            patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
-            return inner(*args, **kwargs)
-        region = self._open(scope, module, args, kwargs)
-        merged = region.merged.clone() if self.tokens.in_place else region.merged
-        args, kwargs = self.tokens.replaced({self.tokens.input: merged}, args, kwargs)
-        output = self.tokens.call(inner, region.along, args, kwargs)
-        if self.first and not self.last and not scope.call.apart:
-            scope.region = region
+        if scope.region is not None and not self.last:
             return output
+        scope.region = None
         return self._close(scope, region, output)
 
-    def _open(self, scope: Scope, module: nn.Module, args: tuple, kwargs: dict) -> OpenRegion:
+    def _reuses(self, scope: Scope) -> bool:
+        return self.reusable and scope.call.reuses
+
+    def _open(
+        self, scope: Scope, module: nn.Module, args: tuple, kwargs: dict
+    ) -> OpenRegion | None:
+        """Begins a region, unless there is nothing to merge, keep or reuse."""
+        assert scope.decision is not None
+        x = self.tokens.take(args, kwargs)
+        merges = scope.decision.merges and not self._reuses(scope)
+        if merges:
+            reason = self.reason_to_skip(scope, x, self.tokens.given_refused(args, kwargs))
+            if reason:
+                scope.patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
+            merges = reason is None
+        keeps = self.reusable and scope.call.moment is not None
+        if not merges and not keeps:
+            return None
+        place = scope.next_place()
+        if merges:
+            region = self._merge(
+                Scope(scope.call, scope.decision, place=place), module, args, kwargs
+            )
+        else:
+            region = OpenRegion(None, x, x, [{}], place)
+        if keeps:
+            region.other = self.tokens.take_other(args, kwargs)
+            if self.tokens.in_place and region.other is not None:
+                region.other = region.other.clone()
+        return region
+
+    def _merge(self, scope: Scope, module: nn.Module, args: tuple, kwargs: dict) -> OpenRegion:
+        """A region on merged tokens."""
         assert scope.decision is not None
         decision, x = scope.decision, self.tokens.take(args, kwargs)
-        place = scope.next_place()
-        inside = Scope(scope.call, decision, place=place)
         (segments,) = decision.segments.values()
         if not self.tokens.joint:
-            plan = find_plan(inside, module, x, segments)
+            plan = find_plan(scope, module, x, segments)
             along = self.tokens.cut_along(plan, decision, args, kwargs)
-            return OpenRegion(plan, x, plan.merge(x), along, place)
-        start = self.tokens.start(x.shape[1], decision)
-        plan = find_plan(inside, module, _part(x, start, decision.tokens), segments)
+            return OpenRegion(plan, x, plan.merge(x), along, scope.place)
+        start = self.tokens.start(x.shape[1], decision, args, kwargs)
+        plan = find_plan(scope, module, _part(x, start, decision.tokens), segments)
         along = self.tokens.cut_along(plan, decision, args, kwargs)
         plan = plan.placed(start, x.shape[1])
-        return OpenRegion(plan, x, plan.merge(x), along, place)
+        return OpenRegion(plan, x, plan.merge(x), along, scope.place)
 
     def _close(self, scope: Scope, region: OpenRegion, output: Any) -> Any:
-        """Gives each token what its slot gained."""
-        y = self.tokens.result(output)
-        restored = region.plan.restore(region.x, y, region.merged)
-        note_output(scope.call, region.place, restored)
-        return self.tokens.with_result(restored, output)
+        """Gives each token what its slot gained, or what it gained itself at an earlier step."""
+        call, y = scope.call, self.tokens.result(output)
+        if region.plan is not None:
+            y = region.plan.restore(region.x, y, region.merged)
+        other = self.tokens.result_other(output)
+        if self.reusable and call.moment is not None:
+            y = use_or_keep(call, f"{region.place}_image", region.x, y)
+            if other is not None and region.other is not None:
+                other = use_or_keep(call, f"{region.place}_text", region.other, other)
+        note_output(call, region.place, y)
+        return self.tokens.with_results(y, other, output)
 
 
 def _part(x: Tensor, start: int | Tensor, length: int) -> Tensor:

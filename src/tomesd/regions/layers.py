@@ -54,15 +54,14 @@ class Layer(Role):
         if scope.settings.proportional and self.kind == "attn" and not other_keys:
             scope = _with_proportion(scope, module, plan)
         merged = x if is_merged else plan.merge(x)
-        if keys_only:
-            args = (args[0], merged, *args[2:]) if len(args) > 1 else args
-            kwargs = kwargs if len(args) > 1 else {**kwargs, self.context: merged}
-            return run_inside(scope, inner, *args, **kwargs)
         assert scope.decision is not None
         along = self.tokens.cut_along(plan, scope.decision, args, kwargs)
+        if keys_only:
+            args, kwargs = self.tokens.replaced({self.context: merged}, args, kwargs)
+            return run_inside(scope, self.tokens.call, inner, along, args, kwargs)
         unmerge = plan.unmerge
         del plan  # the layer may need the memory
-        args, kwargs = self.tokens.replaced({self.tokens.input: merged}, args, kwargs)
+        args, kwargs = self.tokens.given(merged, args, kwargs)
         return unmerge(run_inside(scope, self.tokens.call, inner, along, args, kwargs))
 
     def _reason_to_skip(self, fits: bool, kwargs: dict) -> str | None:

@@ -1,5 +1,6 @@
 """The model as a whole, and the stacks of blocks in a UNet: they read size, time and grid."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning import load_kernels, note_guidance, recall_guidance
+from ..planning import expect_clean, load_kernels, note_guidance, recall_guidance
 from ..policy import Layout, Work, decide, decide_layout, explain_nothing
 from ..state import Call, Patch, Scope, current_scope, refuse_outside, run_inside
 from .role import Inner, Role
@@ -39,11 +40,22 @@ class _Root(Role):
     time: str
     """The parameter that takes the timestep."""
 
-    def start_call(self, patch: Patch, given: Given, device: torch.device, size: Any) -> Call:
+    def start_call(
+        self, patch: Patch, given: Given, latent: Tensor, size: Any, tokens: int, apart: bool
+    ) -> Call:
+        """
+        Args:
+            latent: what the model works on, items first.
+            size: height and width of the latent.
+            tokens: of the image.
+            apart: see `Call`.
+        """
         value = given[self.time]
-        call = Call(patch, patch.settings, size, _on_device(value, device, patch))
+        call = Call(patch, patch.settings, size, _on_device(value, latent.device, patch))
+        call.apart = apart
         if patch.settings.changes and value is not None:
-            call.ratio = patch.ratio_at(value)
+            sizes = (latent.shape[0], tokens, *size)
+            call.settings, call.ratio, call.moment = patch.read_time(value, sizes, apart)
         return call
 
     def finish_call(self, call: Call) -> None:
@@ -61,7 +73,8 @@ class UNetRoot(_Root):
             return inner(*args, **kwargs)
         given = Given(self.names, args, kwargs)
         latent = given[self.names[0]]
-        call = self.start_call(patch, given, latent.device, (latent.shape[-2], latent.shape[-1]))
+        h, w = latent.shape[-2:]
+        call = self.start_call(patch, given, latent, (h, w), h * w, torch.is_grad_enabled())
         recall_guidance(call, latent)
         output = run_inside(Scope(call), inner, *args, **kwargs)
         note_guidance(call, output)
@@ -93,13 +106,15 @@ class TransformerRoot(_Root):
         if scope is not None:  # `describe` begins calls of its own
             call = scope.call
         else:
-            call = self.start_call(patch, given, latent.device, layout.size)
-        call.apart = self._needs_all_tokens(module, given)
+            apart = self._needs_all_tokens(module, given)
+            call = self.start_call(patch, given, latent, layout.size, math.prod(layout.grid), apart)
         batch = latent.shape[0] if latent.ndim > 2 else 1
         work = Work(
             latent.device, latent.element_size(), batch, self.channels, self.merging, patch.blocks
         )
         decision = decide_layout(call, layout, work)
+        if decision.merges and call.settings.metric == "clean":
+            expect_clean(call, layout.tokens_of(given[self.names[0]]))
         if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
             decision.left_alone = "attention is cached"
         output = run_inside(Scope(call, decision), inner, *args, **kwargs)

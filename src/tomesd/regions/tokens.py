@@ -24,26 +24,48 @@ class Along:
     """Whether it has rows for all tokens of the sequence, text included, not the image's alone."""
     batched: bool = True
     """Whether its first axis is the batch. Otherwise all items have the same rows."""
-    parts: tuple[int, ...] | None = None
-    """Of a tuple: which of its parts lie along the tokens. None: all."""
+    parts: tuple[int | str, ...] | None = None
+    """Of a tuple or dictionary: which of its parts lie along the tokens. None: all."""
     ndim: int | None = None
     """It lies along the tokens only if it has so many axes."""
     mean: bool = False
     """Tokens themselves, which are merged as the others are."""
+    tokens_first: bool = False
+    """Whether it is `[N, B, ...]`. `axes` are those of `[B, N, ...]`."""
+
+    last_for_all: bool = False
+    """Whether it has a row for each item, and possibly one more, which is for all of them."""
+
+    def is_in(self, value: Any) -> bool:
+        """Whether an argument has it: a dictionary may not."""
+        if isinstance(value, dict):
+            return any(value.get(part) is not None for part in self.parts or ())
+        return value is not None
+
+    def of_item(self, value: Any, item: int, batch: int) -> Any:
+        """The part of an argument that one item of the batch has."""
+        if self.last_for_all and value.shape[0] == batch + 1:
+            return value[[item, batch]]
+        return take_item(value, item, batch) if self.batched else value
 
     def length(self, value: Any) -> int:
         """How many rows it has."""
         while not isinstance(value, Tensor):
             value = value[0 if self.parts is None else self.parts[0]]
-        return value.shape[self.axes[0]]
+        return value.shape[0 if self.tokens_first else self.axes[0]]
 
     def cut(self, value: Any, plan: MergePlan) -> Any:
-        """The rows that are left, of a tensor or of tensors in tuples and lists."""
+        """The rows that are left, of a tensor or of tensors in tuples, lists and dictionaries; of
+        a number of tokens, how many are left."""
         if isinstance(value, Tensor):
             return self._cut(value, plan)
+        if isinstance(value, int):
+            return plan.span.shape[1]
+        inner = replace(self, parts=None)
+        if isinstance(value, dict):
+            return value | {k: inner.cut(value[k], plan) for k in self.parts or () if k in value}
         if isinstance(value, tuple | list):
             parts = range(len(value)) if self.parts is None else self.parts
-            inner = replace(self, parts=None)
             cut = [inner.cut(v, plan) if i in parts else v for i, v in enumerate(value)]
             return tuple(cut) if isinstance(value, tuple) else cut
         return value
@@ -51,6 +73,10 @@ class Along:
     def _cut(self, rows: Tensor, plan: MergePlan) -> Tensor:
         if self.ndim is not None and rows.ndim != self.ndim:
             return rows
+        if self.tokens_first:
+            return (
+                replace(self, tokens_first=False)._cut(rows.transpose(0, 1), plan).transpose(0, 1)
+            )
         if self.mean:
             return plan.merge(rows)
         for axis in self.axes:
@@ -75,19 +101,31 @@ class Tokens:
     """Where the text's tokens are in the sequence of all; ragged: before, as many as the prompt of
     each item has."""
     along: tuple[Along, ...] = ()
+    other: str = "encoder_hidden_states"
+    """Where two streams go in and out: the parameter that takes the second."""
     refused: tuple[str, ...] = ()
     """Arguments that line up with the tokens and cannot be cut."""
+    tokens_first: bool = False
+    """Whether tokens come and go as `[N, B, C]`."""
+    after_with: str = ""
+    """An argument with which the text comes after the image."""
     in_place: bool = False
     """Whether the module writes into the tokens it is given."""
 
     def get(self, name: str, args: tuple, kwargs: dict) -> Any:
-        place = self.names.index(name)
+        place = self.names.index(name) if name in self.names else len(args)
         return args[place] if place < len(args) else kwargs.get(name)
 
     def take(self, args: tuple, kwargs: dict) -> Tensor:
-        """The tokens."""
-        tokens: Tensor = self.get(self.input, args, kwargs)
-        return tokens
+        """The tokens, `[B, N, C]`."""
+        return self._turned(self.get(self.input, args, kwargs))
+
+    def given(self, tokens: Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments with other tokens."""
+        return self.replaced({self.input: self._turned(tokens)}, args, kwargs)
+
+    def _turned(self, tokens: Tensor) -> Tensor:
+        return tokens.transpose(0, 1) if self.tokens_first else tokens
 
     def replaced(self, changes: dict[str, Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with other values for some of them."""
@@ -102,14 +140,34 @@ class Tokens:
 
     def result(self, output: Any) -> Tensor:
         """The tokens in what the module gave."""
-        tokens: Tensor = output if self.output is None else output[self.output]
-        return tokens
+        return self._turned(output if self.output is None else output[self.output])
 
-    def with_result(self, tokens: Tensor, output: Any) -> Any:
-        """What the module gave, with other tokens."""
+    def take_other(self, args: tuple, kwargs: dict) -> Tensor | None:
+        """The tokens of the second stream, if the module changes those too."""
+        if self.output is None or self.other not in self.names:
+            return None
+        found: Tensor | None = self.get(self.other, args, kwargs)
+        return found
+
+    def result_other(self, output: Any) -> Tensor | None:
+        """The tokens of the second stream in what the module gave."""
+        return None if self.output is None else output[1 - self.output]
+
+    def unchanged(self, args: tuple, kwargs: dict) -> Any:
+        """What the module would give if it did nothing."""
+        tokens = self.take(args, kwargs)
+        return self.with_results(tokens, self.take_other(args, kwargs), (None, None))
+
+    def with_results(self, tokens: Tensor, other: Tensor | None, output: Any) -> Any:
+        """What the module gave, with other tokens in one stream or both."""
+        tokens = self._turned(tokens)
         if self.output is None:
             return tokens
-        return (*output[: self.output], tokens, *output[self.output + 1 :])
+        results = list(output)
+        results[self.output] = tokens
+        if other is not None:
+            results[1 - self.output] = other
+        return tuple(results)
 
     def given_refused(self, args: tuple, kwargs: dict) -> str | None:
         """The first argument given that cannot be cut."""
@@ -121,11 +179,12 @@ class Tokens:
                 return name
         return None
 
-    def start(self, length: int, decision: Decision) -> int | Tensor:
+    def start(self, length: int, decision: Decision, args: tuple, kwargs: dict) -> int | Tensor:
         """Where the image's tokens begin in a sequence of all; `[B]` if that is ragged."""
         if self.text == "ragged" and decision.start is not None:
             return decision.start
-        return 0 if self.text == "after" else length - decision.tokens
+        after = self.after_with and self.get(self.after_with, args, kwargs) is not None
+        return 0 if after or self.text == "after" else length - decision.tokens
 
     def cut_along(
         self, plan: MergePlan, decision: Decision, args: tuple, kwargs: dict
@@ -136,36 +195,28 @@ class Tokens:
             plan: of the image's tokens.
         """
         given = [(along, self.get(along.name, args, kwargs)) for along in self.along]
-        given = [(along, value) for along, value in given if value is not None]
+        given = [(along, value) for along, value in given if along.is_in(value)]
         if not given:
             return [{}]
-        # In a joint sequence, the image is where it is in the input, whatever rows come after it.
-        length = self.take(args, kwargs).shape[1] if self.joint else None
+        starts = [self._start_in(a, v, decision, args, kwargs) for a, v in given]
         batch = plan.slot.shape[0]
         if batch == 1 or plan.shared or all(along.batched for along, _ in given):
-            return [self._cut(plan, decision, given, length)]
+            return [_cut(plan, given, starts)]
         cuts = []
         for item in range(batch):
-            own = [(a, take_item(v, item, batch) if a.batched else v) for a, v in given]
-            cuts.append(self._cut(plan.item(item), decision, own, length))
+            own = [(a, a.of_item(v, item, batch)) for a, v in given]
+            cuts.append(_cut(plan.item(item), own, starts))
         return cuts
 
-    def _cut(
-        self,
-        plan: MergePlan,
-        decision: Decision,
-        given: list[tuple[Along, Any]],
-        length: int | None,
-    ) -> dict[str, Any]:
-        cut: dict[str, Any] = {}
-        for along, value in given:
-            whole = plan
-            if along.sequence:
-                rows = along.length(value)
-                start = self.start(rows if length is None else length, decision)
-                whole = plan.placed(start, rows)
-            cut[along.name] = along.cut(cut.get(along.name, value), whole)
-        return cut
+    def _start_in(
+        self, along: Along, value: Any, decision: Decision, args: tuple, kwargs: dict
+    ) -> int | Tensor | None:
+        """Where the image's rows begin in an argument; None: it has no others."""
+        if not along.sequence or along.length(value) == 1:  # a row for all tokens
+            return None
+        # In a joint sequence, the image is where it is in the input, whatever rows come after it.
+        rows = self.take(args, kwargs).shape[1] if self.joint else along.length(value)
+        return self.start(rows, decision, args, kwargs)
 
     def call(
         self, inner: Callable[..., Any], along: list[dict[str, Any]], args: tuple, kwargs: dict
@@ -180,6 +231,17 @@ class Tokens:
             own, named = self.replaced(cut, own, named)
             outputs.append(inner(*own, **named))
         return _join_items(outputs)
+
+
+def _cut(
+    plan: MergePlan, given: list[tuple[Along, Any]], starts: list[int | Tensor | None]
+) -> dict[str, Any]:
+    """Arguments by name, cut. Some have rows on more than one axis, or in one of two shapes."""
+    cut: dict[str, Any] = {}
+    for (along, value), start in zip(given, starts, strict=True):
+        whole = plan if start is None else plan.placed(start, along.length(value))
+        cut[along.name] = along.cut(cut.get(along.name, value), whole)
+    return cut
 
 
 def take_item(value: Any, item: int, batch: int) -> Any:

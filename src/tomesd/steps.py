@@ -1,0 +1,56 @@
+"""Which steps of an image run a region, and which use what it gave before."""
+
+import threading
+from dataclasses import dataclass, field
+
+__all__ = ["Moment", "Steps"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A call of the model, as one of the calls that make an image."""
+
+    nth: int = 0
+    """Of the calls at the same time. Guidance may make two, with and without the prompt."""
+    reuses: bool = False
+    """Whether regions are left out, and their tokens get what they gained before."""
+    first: bool = True
+    """Whether no region has run for this image yet."""
+
+
+@dataclass
+class Steps(threading.local):
+    """The calls of a model in the order they come, told apart by their times alone.
+
+    Times fall while an image is made: a time that rises begins another. Each thread counts its own.
+    """
+
+    time: float = float("-inf")
+    """Of the last call; minus infinity before the first."""
+    number: int = 0
+    """Of the step in the image."""
+    nth: int = 0
+    ran: dict[int, int] = field(default_factory=dict)
+    """The last step that ran regions, for the first, second ... call of each step."""
+    size: tuple[int, ...] = ()
+    """Of the latents, items first."""
+
+    def enter(self, time: float, size: tuple[int, ...]) -> bool:
+        """Notes the next call. Returns whether what was kept is of another size, and useless."""
+        if time > self.time or size != self.size:
+            resized = size != self.size
+            self.number, self.nth, self.ran, self.size = 0, 0, {}, size
+        else:
+            resized = False
+            same = time == self.time
+            self.number, self.nth = (self.number, self.nth + 1) if same else (self.number + 1, 0)
+        self.time = time
+        return resized
+
+    def moment(self, every: int, started: bool) -> Moment:
+        """What the call does, if regions run at every so many steps once this has started."""
+        last = self.ran.get(self.nth)
+        reuses = started and last is not None and self.number - last < every
+        if not reuses:
+            self.ran[self.nth] = self.number
+        return Moment(self.nth, reuses, last is None)

@@ -1,0 +1,298 @@
+"""Steps that reuse what a part of the model gave before."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from merging_dit import (
+    SUPPORTED,
+    assert_differs,
+    assert_rounding,
+    at_noise,
+    at_steps_left,
+    block_calls,
+    block_lists,
+)
+from torch import Tensor
+from zoo_diffusers import HOSTS as UNET_HOSTS
+from zoo_diffusers import make_controlnet, make_unet
+from zoo_ldm import HOSTS as LDM_HOSTS
+
+import tomesd
+from tomesd.kept import Kept
+from tomesd.patch import patch_of
+from tomesd.reuse import LastResult
+from tomesd.steps import Moment, Steps
+
+REUSE: dict[str, Any] = {"ratio": 0.0, "reuse": 2, "reuse_start": 0.0, "when": "always"}
+# Models whose blocks all have to run, as something is added between them.
+APART = ("wan_vace", "consisid")
+HOSTS = {name: dit for name, dit in SUPPORTED.items() if name not in APART}
+
+
+def inner_blocks(model: Any) -> set[str]:
+    """All but the first and the last."""
+    names = [f"{p}.{k}" for p in block_lists(model) for k in range(len(getattr(model, p)))]
+    return set(names[1:-1] if len(names) > 2 else names)
+
+
+@pytest.mark.filterwarnings("error::tomesd.MergeWarning")
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_step_that_reuses_runs_no_inner_block(name: str) -> None:
+    dit = HOSTS[name]
+    model, inputs = dit.build(), dit.inputs()
+    for ratio in (0.0, 0.5):
+        tomesd.apply_patch(model, **{**REUSE, "ratio": ratio, "end": 1.0})
+        dit.run(model, at_noise(dit, inputs, 0.8))
+        with block_calls(model) as first:
+            computed = dit.run(model, at_noise(dit, inputs, 0.9))  # the time rises: another image
+        # The same input a moment later: what is reused is what would have been computed.
+        with block_calls(model) as second:
+            reused = dit.run(model, at_noise(dit, inputs, 0.9 - 1e-6))
+        with block_calls(model) as third:
+            dit.run(model, at_noise(dit, inputs, 0.5))
+        assert {block for block, _ in first} >= inner_blocks(model)
+        assert not {block for block, _ in second} & inner_blocks(model)
+        assert_rounding(reused, computed, 5e-3)
+        assert {block for block, _ in third} >= inner_blocks(model)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_nothing_is_reused_where_something_comes_between_blocks(name: str) -> None:
+    dit = SUPPORTED[name]
+    model, inputs = dit.build(), dit.inputs()
+    plain = [dit.run(model, at_noise(dit, inputs, noise)) for noise in (0.9, 0.8)]
+    tomesd.apply_patch(model, **REUSE)
+    with pytest.warns(tomesd.MergeWarning, match="reuses nothing"):
+        assert_rounding(dit.run(model, at_noise(dit, inputs, 0.9)), plain[0])
+    assert_rounding(dit.run(model, at_noise(dit, inputs, 0.8)), plain[1])
+
+
+UNETS = ("sd1", "sdxl", "upscaler", "gligen", "animatediff", "svd", "unet3d")
+
+
+class Count:
+    """How often a layer of the middle of a UNet has run."""
+
+    def __init__(self, model: Any) -> None:
+        self.runs = 0
+        model.mid_block.resnets[0].register_forward_pre_hook(self)
+
+    def __call__(self, *_: Any) -> None:
+        self.runs += 1
+
+
+@pytest.mark.filterwarnings("error::tomesd.MergeWarning")
+@pytest.mark.parametrize("size", [(16, 16), (12, 20)])
+@pytest.mark.parametrize("name", UNETS)
+def test_a_step_that_reuses_runs_the_finest_level_of_a_unet_only(
+    name: str, size: tuple[int, int]
+) -> None:
+    host = UNET_HOSTS[name]
+    model, (height, width) = host.build(), size
+    count = Count(model)
+
+    def run(time: float, seed: int = 0) -> Tensor:
+        return host.run(model, height=height, width=width, timestep=time, seed=seed)
+
+    plain = run(900.0, seed=1)
+    tomesd.apply_patch(model, **REUSE)
+    computed = run(900.0)
+    assert count.runs == 2
+    assert_rounding(run(900.0 - 1e-3), computed, 5e-3)
+    other = run(900.0 - 2e-3, seed=1)
+    assert count.runs == 3  # every second step
+    assert_rounding(other, plain, 5e-3)
+    reused = run(800.0, seed=0)
+    assert count.runs == 3
+    tomesd.remove_patch(model)
+    assert_differs(reused, run(800.0, seed=0))  # what is new at the finest level is used
+
+
+def test_reuse_goes_with_a_controlnet_on_a_unet() -> None:
+    host, model, control = UNET_HOSTS["sd1"], make_unet(), make_controlnet()
+    inputs = UNET_HOSTS["controlnet"].inputs(16, 16, 2, 0, 900)
+    with torch.no_grad():
+        down, middle = control(**inputs, return_dict=False)
+    inputs = host.inputs(16, 16, 2, 0, 900)
+    inputs |= {"down_block_additional_residuals": down, "mid_block_additional_residual": middle}
+    tomesd.apply_patch(model, **REUSE)
+    with torch.no_grad():
+        computed = model(**inputs).sample
+        reused = model(**inputs | {"timestep": torch.tensor(900 - 1e-3)}).sample
+    assert_rounding(reused, computed, 5e-3)
+
+
+@pytest.mark.parametrize("name", ["dit", "pixart"])
+def test_transformers_of_basic_blocks_reuse_runs_of_them(name: str) -> None:
+    host = UNET_HOSTS[name]
+    model = host.build()
+    tomesd.apply_patch(model, **REUSE)
+    runs: list[int] = []
+    model.transformer_blocks[0].ff.register_forward_pre_hook(lambda *_: runs.append(1))
+    computed = host.run(model, timestep=900)
+    host.run(model, timestep=899)
+    assert len(runs) == 1
+    again = host.run(model, timestep=900)
+    assert torch.equal(again, computed) and len(runs) == 2
+
+
+def test_steps_are_told_apart_by_their_times() -> None:
+    steps = Steps()
+
+    def enter(time: float, size: tuple[int, ...] = (2, 16), started: bool = True) -> str:
+        resized = steps.enter(time, size)
+        moment = steps.moment(3, started)
+        return f"{moment.nth}{' reuses' * moment.reuses}{' first' * moment.first}{'!' * resized}"
+
+    # Two calls at each time, as split guidance makes them; every third step runs.
+    assert [enter(t) for t in (9, 9, 8, 8, 7, 7, 6, 6, 5)] == [
+        "0 first!", "1 first", "0 reuses", "1 reuses", "0 reuses", "1 reuses", "0", "1", "0 reuses",
+    ]  # fmt: skip
+    assert enter(9) == "0 first"  # another image
+    assert enter(8, started=False) == "0"
+    assert enter(7) == "0 reuses"
+    assert enter(6, (1, 16)) == "0 first!"  # of another size
+    assert enter(5, (1, 16)) == "0 reuses"
+    assert enter(5, (1, 16)) == "1 first"  # a call that had no counterpart before
+
+
+def run_steps(model: Any, dit: Any, times: tuple[float, ...], seed: int = 0) -> list[Tensor]:
+    inputs = dit.inputs()
+    return [dit.run(model, at_noise(dit, inputs, time)) for time in times]
+
+
+TIMES = (0.9, 0.7, 0.5, 0.3)
+
+
+def test_extrapolation_carries_on_a_straight_line() -> None:
+    """Where everything changes evenly with time, extrapolating loses nothing."""
+    call = SimpleNamespace(
+        settings=SimpleNamespace(extrapolate=True), patch=SimpleNamespace(kept=Kept())
+    )
+    result, base, slope = LastResult(call, "x"), torch.randn(1, 4, 3), torch.randn(1, 4, 3)  # type: ignore[arg-type]
+    for number, time in enumerate((1.0, 0.8)):
+        call.timestep, call.moment = torch.tensor([time]), Moment(first=number == 0)
+        result.write(base + slope * time)
+    call.timestep = torch.tensor([0.6])
+    torch.testing.assert_close(result.read(base.shape, base), base + slope * 0.6)
+    call.timestep, call.moment = torch.tensor([1.0]), Moment(first=True)  # another image
+    result.write(base)
+    call.timestep = torch.tensor([0.5])
+    torch.testing.assert_close(result.read(base.shape, base), base)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "sd3"])
+def test_reuse_repeats_copies_and_is_told_to_nobody(name: str) -> None:
+    dit = SUPPORTED[name]
+    model = dit.build()
+    plain = run_steps(model, dit, TIMES)
+    tomesd.apply_patch(model, **REUSE, extrapolate=True)
+    once = run_steps(model, dit, TIMES)
+    assert_differs(once[1], plain[1])
+    assert torch.equal(once[0], plain[0])
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for one, two in zip(run_steps(other, dit, TIMES), once, strict=True):
+            assert torch.equal(one, two)
+    found: list[list[Tensor]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(run_steps(model, dit, TIMES))) for _ in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    for outputs in found:
+        for one, two in zip(outputs, once, strict=True):
+            assert_rounding(one, two)
+    tomesd.remove_patch(model)
+    assert all(torch.equal(*pair) for pair in zip(run_steps(model, dit, TIMES), plain, strict=True))
+
+
+def test_batched_and_split_guidance_agree() -> None:
+    dit = SUPPORTED["sd3"]
+    model, inputs = dit.build(), dit.inputs()
+    tomesd.apply_patch(model, **REUSE)
+    together = [dit.run(model, at_noise(dit, inputs, time)) for time in TIMES]
+    halves = [{k: v[i : i + 1] for k, v in inputs.items()} for i in (0, 1)]
+    for time, both in zip(TIMES, together, strict=True):
+        apart = [dit.run(model, at_noise(dit, half, time)) for half in halves]
+        assert_rounding(torch.cat(apart), both)
+
+
+def test_only_one_size_is_kept() -> None:
+    dit = SUPPORTED["sd3"]
+    model, inputs = dit.build(), dit.inputs()
+    tomesd.apply_patch(model, **REUSE)
+
+    def kept() -> int:
+        return sum(t.numel() for t in vars(patch_of(model).kept.local).values())  # type: ignore[union-attr]
+
+    dit.run(model, at_noise(dit, inputs, 0.9))
+    before = kept()
+    smaller = inputs | {"hidden_states": inputs["hidden_states"][..., :-4]}
+    dit.run(model, at_noise(dit, smaller, 0.9))
+    assert 0 < kept() < before
+
+
+def test_gradients_want_every_block() -> None:
+    dit = SUPPORTED["flux"]
+    model, inputs = dit.build(), dit.inputs()
+    tomesd.apply_patch(model, **REUSE)
+    run_steps(model, dit, (0.9,))
+    with block_calls(model) as calls, pytest.warns(tomesd.MergeWarning, match="reuses nothing"):
+        model(**at_noise(dit, inputs, 0.8))
+    assert {block for block, _ in calls} >= inner_blocks(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"reuse": 1}, "reuse=1: must be None or an int of at least 2"),
+        ({"reuse": 2.0}, "reuse=2.0: must be None or an int of at least 2"),
+        ({"reuse_start": 0.5}, "reuse_start=0.5: needs reuse"),
+        ({"extrapolate": True}, "extrapolate=True: needs reuse"),
+        ({"reuse": 2, "reuse_start": 1.5}, "reuse_start=1.5: must be None or a number between 0"),
+        ({"reuse": 2, "target": "attn"}, "reuse=2: needs target='stack' or 'block' on a"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    model = SUPPORTED["wan"].build()
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+        tomesd.apply_patch(model, **options)
+
+
+def test_models_that_cannot_reuse_say_so() -> None:
+    model = LDM_HOSTS[0].build()
+    with pytest.raises(ValueError, match="reuse=2: means nothing on a UNetModel"):
+        tomesd.apply_patch(model, reuse=2)
+
+
+@pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
+def test_presets_of_transformers_leave_steps_out(preset: Any) -> None:
+    dit = SUPPORTED["flux"]
+    model, inputs = dit.build(), dit.inputs()
+    tomesd.apply_patch(model, preset=preset)
+    ran = []
+    for left in (1.0, 0.9, 0.7, 0.6, 0.4, 0.3, 0.2, 0.1):
+        with block_calls(model) as calls:
+            dit.run(model, at_steps_left(dit, inputs, left))
+        ran.append({block for block, _ in calls} >= inner_blocks(model))
+    assert (
+        ran
+        == {
+            "quality": [True, True, True, True, False, True, False, True],
+            "balanced": [True, True, False, True, False, True, False, True],
+            "fast": [True, True, False, False, True, False, False, True],
+        }[preset]
+    )
+    # An option that is given wins.
+    assert patch_of(tomesd.apply_patch(model, preset=preset, reuse=5)).settings.reuse == 5  # type: ignore[union-attr]

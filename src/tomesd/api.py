@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
@@ -26,7 +27,7 @@ from .settings import (
 )
 from .state import Patch
 
-__all__ = ["apply_patch", "patched", "remove_patch"]
+__all__ = ["Prepared", "apply_patch", "patched", "prepare", "remove_patch"]
 
 _log = logging.getLogger("tomesd")
 _Model = TypeVar("_Model")
@@ -90,22 +91,53 @@ def apply_patch(
     """
     given = {name: value for name, value in locals().items() if value is not DEFAULT}
     del given["model"], given["preset"]
-    Settings(**given)  # what is wrong with the options alone is said before the model is looked at
-    found = find_models(model)
-    patches = [
-        _make_patch(model, part, Settings(**{**_options(preset, part), **given})) for part in found
-    ]
-    sites = [part.sites(patch.settings) for part, patch in zip(found, patches, strict=True)]
+    prepared = prepare(model, given, preset)
     remove_patch(model)
-    patches[0].asked.warn_if_capped()
+    prepared.parts[0][1].asked.warn_if_capped()
     try:
-        for own, patch in zip(sites, patches, strict=True):
-            _swap_all(own, patch)
+        for sites, patch in prepared.parts:
+            _swap_all(sites, patch)
     except BaseException:
         remove_patch(model)  # nothing is half applied
         raise
-    _log.info("merging tokens in %s", ", ".join(part.name for part in found))
+    _log.info("merging tokens in %s", ", ".join(part.name for part in prepared.found))
     return model
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What it takes to make a model merge tokens, found once, to be used for some of its calls."""
+
+    found: list[FoundModel]
+    parts: list[tuple[list[Site], Patch]]
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Makes the model merge for the time of a `with` block; then what was before is back."""
+        patches = ((part, patch_of(part.module)) for part in self.found)
+        before = [(part.sites(p.settings), p) for part, p in patches if p is not None]
+        _restore_all(before)
+        try:
+            for sites, patch in self.parts:
+                _swap_all(sites, patch)
+            yield
+        finally:
+            _restore_all(self.parts)
+            for sites, patch in before:
+                _swap_all(sites, patch)
+
+
+def prepare(model: Any, options: Mapping[str, Any], preset: Preset | None = None) -> Prepared:
+    """Finds what `apply_patch` would change in `model`, and changes nothing. Raises as it does."""
+    # What is wrong with the options alone is said before the model is looked at.
+    Settings(**options)
+    found = find_models(model)
+    patches = [
+        _make_patch(model, part, Settings(**{**_options(preset, part), **options}))
+        for part in found
+    ]
+    sites = [part.sites(patch.settings) for part, patch in zip(found, patches, strict=True)]
+    return Prepared(found, list(zip(sites, patches, strict=True)))
 
 
 def _options(preset: Preset | None, part: FoundModel) -> dict[str, Any]:
@@ -122,6 +154,11 @@ def _make_patch(model: Any, part: FoundModel, asked: Settings) -> Patch:
 def _swap_all(sites: list[Site], patch: Patch) -> None:
     for module, role in sites:
         swap(module, role, patch)
+
+
+def _restore_all(parts: list[tuple[list[Site], Patch]]) -> None:
+    for module in (module for sites, _ in parts for module, _ in sites):
+        restore(module)
 
 
 def remove_patch(model: _Model) -> _Model:

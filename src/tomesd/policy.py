@@ -65,8 +65,11 @@ class Layout:
         made = sum([part.tokens for part in self.parts if not part.reference])
         if made % (h * w) == 0:  # frames that are given count too
             t = made // (h * w)
-        long, high, wide = frames // t, latent.shape[3] // h, latent.shape[4] // w
-        latent = latent[:, :, : t * long, : h * high, : w * wide]
+        # Whole patches: models leave out what is over, or pad what is missing.
+        sides = ((frames, t), (latent.shape[3], h), (latent.shape[4], w))
+        long, high, wide = (max(1, (2 * side + n) // (2 * n)) for side, n in sides)
+        more = (w * wide - latent.shape[4], h * high - latent.shape[3], t * long - frames)
+        latent = F.pad(latent, (0, more[0], 0, more[1], 0, more[2]))
         patches = latent.reshape(batch, channels, t, long, h, high, w, wide)
         tokens = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(batch, t * h * w, -1)
         return F.pad(tokens, (0, 0, 0, self.tokens - t * h * w))

@@ -62,10 +62,15 @@ class FoundModel:
         return asked.filled(**transformers.DEFAULTS, metric=metric)
 
     def timeline(self, of_scheduler: Timeline) -> Timeline:
-        """How its times run: as the table says, or as the scheduler of the pipeline does."""
+        """How its times run: as the table says, or as the scheduler of the pipeline does.
+
+        A scheduler that knows of flows is ComfyUI's, and nodes may have changed it.
+        """
         known = self.row.timeline if self.row is not None else None
         known = known(self.module) if callable(known) else known
-        return of_scheduler if known is None else replace(known, shift=of_scheduler.shift)
+        if known is None or of_scheduler.flow:
+            return of_scheduler
+        return replace(known, shift=of_scheduler.shift)
 
     def sites(self, settings: Settings) -> list[Site]:
         """What to patch, and in which role. A module with two roles appears twice, inner first."""

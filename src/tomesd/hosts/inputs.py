@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from . import layouts as at
+from .inputs_comfy import comfy_inputs
+from .names import is_comfy
 from .transformers import find_row
 
 __all__ = ["example_inputs"]
@@ -45,6 +47,8 @@ def example_inputs(
         frames: latent frames of a video; models of images ignore it.
         text: tokens of text for a transformer; as many as its pipeline makes, if None.
     """
+    if is_comfy(module) and (inputs := comfy_inputs(module, size, batch, frames, text)) is not None:
+        return inputs
     call = _Call(module, batch, *size, frames, text or 77)
     for cls in type(module).__mro__:
         if cls.__name__ in _UNETS:

@@ -6,12 +6,17 @@ from torch import nn
 
 from ..patch import original_class
 
-__all__ = ["class_names", "parameters"]
+__all__ = ["class_names", "is_comfy", "parameters"]
 
 
 def class_names(module: nn.Module) -> list[str]:
     """Of the module's class and all it derives from: a subclass counts as what it derives from."""
     return [cls.__name__ for cls in type(module).__mro__]
+
+
+def is_comfy(module: nn.Module) -> bool:
+    """Whether it is a network of ComfyUI's, which have some of the names that diffusers has."""
+    return type(module).__module__.startswith("comfy.ldm.")
 
 
 def parameters(module: nn.Module, method: str = "forward") -> list[str]:

@@ -10,7 +10,7 @@ from ..policy import Layout
 from ..regions import Along, Given, Tokens
 from ..schedule import Timeline
 from ..settings import Settings
-from . import layouts
+from . import layouts, layouts_comfy
 from .names import parameters
 
 __all__ = ["Blocks", "Transformer"]
@@ -33,6 +33,7 @@ _OF_VIDEOS = (
     layouts.from_frames_first,
     layouts.from_channels_last,
     layouts.from_ltx,
+    layouts_comfy.from_comfy_video,
 )
 _WITH_REFERENCES = (
     layouts.from_ids,
@@ -41,6 +42,7 @@ _WITH_REFERENCES = (
     layouts.from_qwen,
     layouts.from_bria_fibo2,
     layouts.from_joy_image_plus,
+    layouts_comfy.from_comfy_image,
 )
 
 
@@ -67,10 +69,13 @@ class Blocks:
     """Self-attention of a block, if it takes image tokens only, and can merge on its own."""
     keys: tuple[Along, ...] | None = None
     """Arguments of `attention` with a row for each key. None: it needs as many keys as queries."""
+    in_place: bool = False
+    names: tuple[str, ...] = ()
+    """Parameters of a block, where its forward does not name them."""
 
     def tokens(self, block: nn.Module) -> Tokens:
         return Tokens(
-            tuple(parameters(block)),
+            self.names or tuple(parameters(block)),
             self.input,
             self.output,
             self.joint,
@@ -80,6 +85,7 @@ class Blocks:
             self.refused,
             self.tokens_first,
             self.after_with,
+            self.in_place,
         )
 
 

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..schedule import Shift, Timeline
+from .names import class_names
 
 __all__ = ["find_timeline"]
 
@@ -20,7 +22,12 @@ def find_timeline(model: Any) -> Timeline:
         return Timeline(noise, shares=shares, shift=_shift(config))
     for owner in (model, getattr(model, "model", None)):
         shares = _shares(getattr(owner, "alphas_cumprod", None))  # ldm
-        sigmas = getattr(getattr(owner, "model_sampling", None), "sigmas", None)  # ComfyUI
+        sampling = getattr(owner, "model_sampling", None)  # ComfyUI
+        if sampling is not None and "CONST" in class_names(sampling):
+            middle = sampling.percent_to_sigma(0.5)
+            shift = Shift(middle / (1 - middle))
+            return Timeline(float(sampling.timestep(torch.tensor(1.0))), flow=True, shift=shift)
+        sigmas = getattr(sampling, "sigmas", None)
         if shares is None and isinstance(sigmas, Tensor):
             variance = sigmas.double() ** 2
             shares = tuple((variance / (1 + variance)).tolist())

@@ -1,4 +1,4 @@
-"""Diffusion transformers of diffusers: where their regions are, by the rows of the table.
+"""Diffusion transformers of diffusers and ComfyUI: where their regions are, by rows of tables.
 
 Blocks are never rewritten: their arguments are cut and their output is restored.
 """
@@ -10,9 +10,10 @@ from torch import nn
 
 from ..regions import Block, Layer, Member, Role, Tokens, TransformerRoot
 from ..settings import Settings
-from .names import class_names, parameters
+from .names import class_names, is_comfy, parameters
 from .row import Blocks, Transformer
 from .table import TRANSFORMERS
+from .table_comfy import COMFY_TRANSFORMERS
 
 __all__ = ["DEFAULTS", "find_row", "name_all", "sites"]
 
@@ -26,10 +27,12 @@ DEFAULTS: dict[str, Any] = {
 """What options that depend on the kind of model are, unless they are given."""
 
 _BY_NAME = {row.name: row for row in TRANSFORMERS}
+_OF_COMFY = {row.name: row for row in COMFY_TRANSFORMERS}
 
 
 def find_row(module: nn.Module) -> Transformer | None:
-    return next((_BY_NAME[name] for name in class_names(module) if name in _BY_NAME), None)
+    rows = _OF_COMFY if is_comfy(module) else _BY_NAME
+    return next((rows[name] for name in class_names(module) if name in rows), None)
 
 
 def name_all() -> str:
@@ -37,7 +40,11 @@ def name_all() -> str:
     names = [row.name for row in TRANSFORMERS if not row.reason]
     short = [name.removesuffix("Model").removesuffix("Transformer2D") for name in names]
     short = [name.removesuffix("Transformer3D").removesuffix("Transformer") for name in short]
-    return f"diffusion transformers of Diffusers ({', '.join(short)})"
+    comfy = [row.name for row in COMFY_TRANSFORMERS if not row.reason]
+    return (
+        f"diffusion transformers of Diffusers ({', '.join(short)}) and of ComfyUI "
+        f"({', '.join(comfy)})"
+    )
 
 
 def sites(
@@ -99,5 +106,5 @@ def _block_sites(
 
 def _channels(block: nn.Module) -> int:
     """Of its tokens: those that its first linear layer over tokens takes."""
-    layers = [getattr(m, "in_features", None) for n, m in block.named_modules() if "attn" in n]
+    layers = [getattr(m, "in_features", None) for n, m in block.named_modules() if "att" in n]
     return next((width for width in layers if isinstance(width, int)), 1024)

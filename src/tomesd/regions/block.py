@@ -126,7 +126,8 @@ class Member(_AnyBlock):
             region = self._open(scope, module, args, kwargs)
             if region is None:
                 return inner(*args, **kwargs)
-            args, kwargs = self.tokens.given(region.merged, args, kwargs)
+            merged = region.merged.clone() if self.tokens.in_place else region.merged
+            args, kwargs = self.tokens.given(merged, args, kwargs)
             scope.region = region if self.first and not scope.call.apart else None
         if self._reuses(scope):
             output = self.tokens.unchanged(args, kwargs)
@@ -164,6 +165,8 @@ class Member(_AnyBlock):
             region = OpenRegion(None, x, x, [{}], place)
         if keeps:
             region.other = self.tokens.take_other(args, kwargs)
+            if self.tokens.in_place and region.other is not None:
+                region.other = region.other.clone()
         return region
 
     def _merge(self, scope: Scope, module: nn.Module, args: tuple, kwargs: dict) -> OpenRegion:

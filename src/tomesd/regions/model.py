@@ -18,15 +18,19 @@ __all__ = ["Given", "Stack", "TransformerRoot", "UNetRoot", "score_heads"]
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of a call, by name."""
+    """The arguments of a call, by name; `a.b` is the entry `b` of the dict `a`, if it has one."""
 
     names: tuple[str, ...]
     args: tuple
     kwargs: dict
 
     def __getitem__(self, name: str) -> Any:
+        name, *entries = name.split(".")
         place = self.names.index(name) if name in self.names else len(self.args)
-        return self.args[place] if place < len(self.args) else self.kwargs.get(name)
+        value = self.args[place] if place < len(self.args) else self.kwargs.get(name)
+        for entry in entries:
+            value = value.get(entry) if isinstance(value, dict) else None
+        return value
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class _Root(Role):
         patch = call.patch
         if not torch.compiler.is_compiling():
             patch.decisions = tuple(call.decisions)
-        if patch.settings.active and call.ratio != 0 and not call.merged:
+        if call.settings.active and call.ratio != 0 and not call.merged:
             patch.warn_once(explain_nothing(call))
 
 

@@ -109,6 +109,8 @@ class Tokens:
     """Whether tokens come and go as `[N, B, C]`."""
     after_with: str = ""
     """An argument with which the text comes after the image."""
+    in_place: bool = False
+    """Whether the module writes into the tokens it is given."""
 
     def get(self, name: str, args: tuple, kwargs: dict) -> Any:
         place = self.names.index(name) if name in self.names else len(args)

@@ -1,0 +1,78 @@
+"""What the nodes do: merging in one clone of a model, for as long as a call of that clone takes."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.patcher_extension import WrappersMP
+
+import tomesd
+
+try:
+    from tomesd.api import Prepared, prepare
+except ImportError as error:
+    raise ImportError(
+        f"the Token Merging nodes need tomesd 1.0 or later, and {tomesd.__file__} is an older one "
+        "or another package of that name; the README of the nodes says how to install it"
+    ) from error
+
+__all__ = ["Merging", "describe", "merge_tokens"]
+
+KEY = "tomesd"
+
+
+class Merging:
+    """Wraps calls of a model in merging.
+
+    ComfyUI keeps it with one clone of a model and the clones made of that, and calls it for them
+    alone. The model itself is as it was between the calls, so other clones, and other workflows,
+    never merge.
+    """
+
+    def __init__(self, options: dict[str, Any], preset: Any = None) -> None:
+        self.options, self.preset = options, preset
+        self._found: tuple[Any, Any, Prepared] | None = None
+
+    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.prepare(executor.class_obj).merging():
+            return executor(*args, **kwargs)
+
+    def prepare(self, model: Any) -> Prepared:
+        """What to change in a model; found anew where nodes have put other parts into it."""
+        parts = model.diffusion_model, model.model_sampling
+        if self._found is None or any(a is not b for a, b in zip(parts, self._found, strict=False)):
+            self._found = (*parts, prepare(model, self.options, self.preset))
+        return self._found[-1]
+
+
+def merge_tokens(model: Any, options: dict[str, Any], preset: str = "none") -> Any:
+    """A clone of a model (a `ModelPatcher`) that merges tokens; it replaces a merging before.
+
+    What `options` says wins over the preset.
+
+    Raises:
+        ValueError, TypeError: an option is out of range, or means nothing on this model.
+        tomesd.UnsupportedModelError: tokens cannot be merged in this model.
+    """
+    merging = Merging(options, None if preset == "none" else preset)
+    _, patch = merging.prepare(model.model).parts[0]
+    patch.asked.warn_if_capped()
+    clone = model.clone()
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, merging)
+    return clone
+
+
+def describe(model: Any, width: int, height: int, frames: int, batch: int) -> str:
+    """What merges in a model at an image size, as text."""
+    comfy.model_management.load_model_gpu(model)  # what pays depends on where it runs
+    pixels = getattr(model.model.latent_format, "spacial_downscale_ratio", 8)
+    described = SimpleNamespace(model=model.model, vae_scale_factor=pixels)
+
+    wrappers = model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
+    merging = wrappers[0].prepare(model.model).merging() if wrappers else nullcontext()
+    # ComfyUI runs nodes in inference mode, in which a model cannot run on shapes alone.
+    with merging, torch.inference_mode(False):
+        return str(tomesd.describe(described, height, width, frames, batch=batch))

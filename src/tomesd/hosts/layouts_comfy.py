@@ -1,0 +1,66 @@
+"""Where ComfyUI's transformers have their image tokens: read from the arguments of the model.
+
+All of them get a latent, which they pad to whole patches, and make a token of each patch.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..policy import Layout, LayoutPart
+from ..regions import Given
+from ..state import Grid
+
+__all__ = ["from_comfy_image", "from_comfy_lumina", "from_comfy_video"]
+
+
+def _grid(module: Any, latent: Tensor) -> Grid:
+    """Frames, rows and columns of the tokens of a latent `[B, C, (F,) H, W]`."""
+    side = module.patch_size
+    sides = (1, side, side) if isinstance(side, int) else (1, 1, *side)[-3:]
+    frames = latent.shape[2] if latent.ndim == 5 else 1
+    t, h, w = (-(-n // s) for n, s in zip((frames, *latent.shape[-2:]), sides, strict=True))
+    return t, h, w
+
+
+def _part(grid: Grid, reference: bool = False) -> LayoutPart:
+    return LayoutPart(grid[0] * grid[1] * grid[2], grid, reference)
+
+
+def _layout(latent: Tensor, grid: Grid, *parts: LayoutPart) -> Layout:
+    return Layout((latent.shape[-2], latent.shape[-1]), grid, parts)
+
+
+def from_comfy_image(module: Any, given: Given) -> Layout:
+    """An image, and after it the reference images, which may differ in size."""
+    latent = given["x"]
+    grid = _grid(module, latent)
+    references = [_part(_grid(module, other), True) for other in given["ref_latents"] or ()]
+    return _layout(latent, grid, _part(grid), *references)
+
+
+def from_comfy_lumina(module: Any, given: Given) -> Layout:
+    """An image, and after it what Z-Image pads the sequence with."""
+    latent = given["x"]
+    grid = _grid(module, latent)
+    image = _part(grid)
+    padding = -image.tokens % (module.pad_tokens_multiple or 1)
+    return _layout(latent, grid, image, *([LayoutPart(padding)] if padding else []))
+
+
+def from_comfy_video(module: Any, given: Given) -> Layout:
+    """A video, and after it frames that are given, which are left alone.
+
+    Where frames have times of their own, they have modulations of their own, and none is merged;
+    nor where a picture that is given comes before them.
+    """
+    latent, more, time = given["x"], given["time_dim_concat"], given["timestep"]
+    grid = _grid(module, latent)
+    parts = [_part(grid)]
+    if more is not None:
+        parts.append(LayoutPart(_part(_grid(module, more)).tokens, reference=True))
+    own_times = isinstance(time, Tensor) and time.ndim > 1 and time.shape[1] > 1
+    led = getattr(module, "ref_conv", None) is not None and given["reference_latent"] is not None
+    if own_times or led:
+        parts = [LayoutPart(part.tokens) for part in parts]
+    return _layout(latent, grid, *parts)

@@ -483,7 +483,7 @@ def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str
     rows = read_rows(tmp_path / "rows.jsonl")
     assert [row["variant"] for row in rows] == ["unpatched", "tomesd", "original", "free"]
     assert {(row["width"], row["height"]) for row in rows} == {(128, 64)}
-    assert all(row["model"] == "demo" and row["error"] is None for row in rows)
+    assert all(row["model"] == "unet" and row["error"] is None for row in rows)
     assert all(row["settings"]["when"] == "always" for row in rows if row["settings"])
     printed = capsys.readouterr().out
     table = (tmp_path / "results.md").read_text()

@@ -15,7 +15,7 @@ from ..bench.plots import plot_rows
 from ..bench.rows import Row
 from ..bench.tables import HEADER, failures, markdown, result_table, split_common, versions
 from ..files import write_text
-from ..generation.loading import DEMO_MODEL, Dtype, pick_device
+from ..generation.loading import DEMO_MODEL, EMBEDDED, Dtype, pick_device
 from ..settings import Settings
 from .options import MergeOptions
 from .progress import progress_bar
@@ -29,8 +29,8 @@ class Bench:
     --images, --attention and --mode is a setting; in each, all that is compared takes turns."""
 
     model: tuple[str, ...] = (DEMO_MODEL,)
-    """`sd15`, `sd21`, `sdxl`: these architectures with random weights, nothing to download. `demo`
-    for the embedded model, or a folder, a file or a hub id."""
+    """`sd15`, `sd21`, `sdxl`: these architectures with random weights, nothing to download. `unet`
+    or `transformer` for an embedded model, or a folder, a file or a hub id."""
     sizes: tuple[str, ...] = ()
     """Side of the image in pixels, or width and height as 768x512. The model's own if not given."""
     images: tuple[int, ...] = (1,)
@@ -149,7 +149,7 @@ class Bench:
 def _own_size(model: str) -> str:
     if model in ARCHITECTURES:
         return str(8 * ARCHITECTURES[model]["sample_size"])
-    return "256" if model == DEMO_MODEL else "512"
+    return "256" if model in EMBEDDED else "512"
 
 
 def _parse_size(words: str) -> tuple[int, int]:

@@ -58,7 +58,7 @@ class _Root(Role):
         patch = call.patch
         if not torch.compiler.is_compiling():
             patch.decisions = tuple(call.decisions)
-        if patch.settings.active and call.ratio != 0 and not call.merged:
+        if call.settings.active and call.ratio != 0 and not call.merged:
             patch.warn_once(explain_nothing(call))
 
 

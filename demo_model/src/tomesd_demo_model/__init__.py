@@ -1,9 +1,9 @@
-"""A small text-to-image latent diffusion model in the diffusers format, for offline use.
+"""Two small text-to-image latent diffusion models in the diffusers format, for offline use.
 
 from diffusers import StableDiffusionPipeline
 import tomesd_demo_model
 
-pipe = StableDiffusionPipeline.from_pretrained(tomesd_demo_model.path(), safety_checker=None)
+pipe = StableDiffusionPipeline.from_pretrained(tomesd_demo_model.path("unet"), safety_checker=None)
 image = pipe("a whale and two red apples on a sky blue background").images[0]
 """
 

@@ -111,14 +111,14 @@ class Images:
         self._seeds = range(images)
         self._inputs: dict[str, Any] = {"prompt": [_PROMPT] * images}
         if subject.name in ARCHITECTURES:
-            self._inputs = {**_embeddings(subject, images)}
+            self._inputs = {**random_embeddings(subject, images)}
         self._inputs["output_type"] = "pt"  # images stay on the device, and no time goes into PNGs
 
     def __call__(self) -> Any:
         return call_pipeline(self._pipe, self._inputs, self._seeds, self._sampling).images
 
 
-def _embeddings(subject: Subject, images: int) -> dict[str, Tensor]:
+def random_embeddings(subject: Subject, images: int) -> dict[str, Tensor]:
     """Random encodings of as many prompts, and of none: there is no text encoder."""
     inputs = random_inputs(subject.model, (8, 8), 2 * images)
     text, no_text = inputs["encoder_hidden_states"].chunk(2)

@@ -51,7 +51,8 @@ def hires(
 
     Args:
         settings: how the second pass merges. `None` is as the pipeline is patched, or the defaults
-            (ratio 0.5) if it is not.
+            (ratio 0.5) if it is not. On transformers, merging ends half-way to the image unless
+            `end` says otherwise: a pass of low strength may begin later, and merges nothing then.
         size: width and height of the large image in pixels; `factor` times the model's own if None.
         factor: how many times wider and higher than the small image, more than 1.
         strength: share of the steps that the second pass takes, 0 to 1; more draws more anew.

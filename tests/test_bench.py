@@ -42,7 +42,7 @@ from tomesd.bench.measure import Timing, take_turns, time_calls
 from tomesd.bench.models import shared_copy
 from tomesd.bench.tables import duration, failures, split_common
 from tomesd.cli.run import parse
-from tomesd.hosts.transformers import find_row
+from tomesd.hosts import find_models
 from tomesd.patch import patch_of
 
 CPU = torch.device("cpu")
@@ -301,8 +301,8 @@ def test_steps_of_a_transformer_go_from_noise_to_image(name: str) -> None:
     """Merging ends half-way by default: a step at the wrong end would measure no merging."""
     model = DITS[name].build()
     tomesd.apply_patch(model, ratio=0.5, when="always")
-    row = find_row(model)
-    step = Step(model, random_inputs(model, (24, 24), 2), steps=3, row=row)
+    (found,) = find_models(model)
+    step = Step(model, random_inputs(model, (24, 24), 2), steps=3, found=found)
     merged = []
     for _ in range(3):
         step()

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..generation.loading import LoadError
 from ..generation.sampling import Sampling, call_pipeline
+from ..hosts import FoundModel, find_models
 from ..hosts.inputs import example_inputs
-from ..hosts.row import Transformer
-from ..hosts.transformers import find_row
+from ..schedule import Timeline
 from .models import ARCHITECTURES, Subject
 
 WHATS = ("step", "pipeline")
@@ -33,7 +33,9 @@ def make_call(
         return Images(subject, model, size, images, steps)
     scale = subject.pixels_per_latent
     latent = (size[0] // scale, size[1] // scale)
-    return Step(model, random_inputs(subject.model, latent, 2 * images), row=find_row(model))
+    return Step(
+        model, random_inputs(subject.model, latent, 2 * images), found=find_models(model)[0]
+    )
 
 
 def random_inputs(module: nn.Module, size: tuple[int, int], batch: int, seed: int = 0) -> Any:
@@ -67,10 +69,11 @@ class Step:
         model: nn.Module,
         inputs: dict[str, Any],
         steps: int = 1000,
-        row: Transformer | None = None,
+        found: FoundModel | None = None,
     ):
         self._model = model
         self._name = "timesteps" if "timesteps" in inputs else "timestep"
+        row = None if found is None else found.row
         if row is not None:
             self._name = row.time
         first, *rest = inputs  # the original looks for the latent among positional arguments
@@ -80,9 +83,11 @@ class Step:
         # Pipelines hand a UNet of diffusers one number for the whole batch.
         shape = () if (first, self._name) == ("sample", "timestep") else example.shape
         self._timesteps = torch.arange(steps - 1, -1, -1, device=example.device)
-        if row is not None and row.timeline is not None and row.timeline.noise is not None:
-            ends = (row.timeline.noise, row.timeline.image)
-            self._timesteps = torch.linspace(*ends, steps, device=example.device)
+        if found is not None and row is not None:
+            timeline = found.timeline(Timeline())
+            if timeline.noise is not None:
+                ends = (timeline.noise, timeline.image)
+                self._timesteps = torch.linspace(*ends, steps, device=example.device)
         self._timestep = torch.zeros(shape, dtype=self._timesteps.dtype, device=example.device)
         self._done = 0
 

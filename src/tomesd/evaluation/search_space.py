@@ -8,7 +8,7 @@ import tomesd
 
 from ..generation import Sampling
 from ..hosts import find_models
-from ..presets import PRESETS
+from ..presets import PRESETS, TRANSFORMER_PRESETS
 from ..settings import DOWNSAMPLES
 
 Options = dict[str, Any]
@@ -96,10 +96,12 @@ _TRANSFORMER_SPACE = (
     _RATIO,
     Choice("target", ("stack", "block")),
     Choice("depth", (None, (0.0, 0.5), (0.25, 0.75), (0.25, 1.0), (0.5, 1.0))),
-    *_how("input", "mean", "previous"),
+    *_how("clean", "input", "mean", "previous"),
     *_SCHEDULE,
     Choice("start", (0.0, 0.1, 0.2), ordered=True),
     Choice("end", (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0), ordered=True),
+    Choice("reuse", (None, 2, 3)),
+    Choice("reuse_start", (0.25, 0.5), ordered=True, only_if=lambda o: o["reuse"] is not None),
 )
 
 
@@ -115,8 +117,11 @@ def levels_of(pipe: Any, sampling: Sampling) -> list[int]:
     return sorted(found & set(DOWNSAMPLES))
 
 
-def first_options(fixed: Options, start: Options | None = None) -> list[Options]:
+def first_options(
+    fixed: Options, start: Options | None = None, transformer: bool = False
+) -> list[Options]:
     """Known good ones, to begin with: where to start from, defaults, presets."""
-    known: list[Options] = [*([] if start is None else [start]), {}, *PRESETS.values()]
+    presets = TRANSFORMER_PRESETS if transformer else PRESETS
+    known: list[Options] = [*([] if start is None else [start]), {}, *presets.values()]
     known += [{"ratio": ratio} for ratio in (0.25, 0.75, 0.4, 0.6)]
     return [{**options, **fixed} for options in known]

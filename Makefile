@@ -1,4 +1,4 @@
-# make demo   sets everything up and shows token merging at work on the embedded model
+# make demo   sets everything up and shows token merging at work on the two embedded models
 # make test   sets everything up and runs all checks and tests
 PYTHON ?= python3
 VENV := .venv
@@ -15,8 +15,10 @@ $(SETUP): pyproject.toml demo_model/pyproject.toml requirements/constraints.txt 
 	$(BIN)/pip install --quiet --no-deps --requirement requirements/hosts.txt --requirement requirements/eval.txt
 	touch $@
 
+DEMO := --prompt "a penguin on an orange and yellow striped background"
 demo: $(SETUP)
-	$(BIN)/tomesd demo --overwrite
+	$(BIN)/tomesd demo $(DEMO) --overwrite --model unet --out demo_output/unet
+	$(BIN)/tomesd demo $(DEMO) --overwrite --model transformer --out demo_output/transformer
 
 check: $(SETUP)
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from diffusers import UNet2DConditionModel
 from PIL import Image
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo_dit import DITS
 
 import tomesd
 from tomesd import Settings
@@ -35,12 +36,13 @@ from tomesd.bench import (
     run_cases,
 )
 from tomesd.bench import models as bench_models
-from tomesd.bench.calls import make_call
+from tomesd.bench.calls import Step, make_call, random_inputs
 from tomesd.bench.contenders import FreePlan
 from tomesd.bench.measure import Timing, take_turns, time_calls
 from tomesd.bench.models import shared_copy
 from tomesd.bench.tables import duration, failures, split_common
 from tomesd.cli.run import parse
+from tomesd.hosts import find_models
 from tomesd.patch import patch_of
 
 CPU = torch.device("cpu")
@@ -73,7 +75,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The architectures under their names, but small."""
     monkeypatch.setitem(ARCHITECTURES, "sd15", TINY)
     monkeypatch.setitem(ARCHITECTURES, "sdxl", TINY_XL)
-    monkeypatch.setitem(bench_models._VAE, "block_out_channels", (32, 32, 32, 32))
+    monkeypatch.setitem(bench_models.VAE, "block_out_channels", (32, 32, 32, 32))
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +302,36 @@ def test_the_bound_moves_m_rows_in_one_kernel_each_way() -> None:
     assert not plan.fits(y)
 
 
+def test_the_bound_in_a_longer_sequence() -> None:
+    """Text, 8 tokens of which 2 are kept, and more text."""
+    plan = FreePlan(tokens=8, kept=2, buffers={}).placed(3, 15)
+    x = torch.randn(2, 15, 4)
+    kept = [0, 1, 2, 3, 4, 11, 12, 13, 14]
+    merged = plan.merge(x)
+    assert torch.equal(merged, x[:, kept])
+    assert torch.equal(plan.pick(x.mT, dim=2), x[:, kept].mT)
+    restored = plan.restore(x, merged + 1, merged)
+    gained = torch.zeros(15)
+    gained[kept] = 1
+    torch.testing.assert_close(restored - x, gained[None, :, None].expand_as(x))
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "qwen", "zimage", "lumina2", "chroma"])
+@torch.no_grad()
+def test_steps_of_a_transformer_go_from_noise_to_image(name: str) -> None:
+    """Merging ends half-way by default: a step at the wrong end would measure no merging."""
+    model = DITS[name].build()
+    tomesd.apply_patch(model, ratio=0.5, when="always")
+    (found,) = find_models(model)
+    step = Step(model, random_inputs(model, (24, 24), 2), steps=3, found=found)
+    merged = []
+    for _ in range(3):
+        step()
+        merged.append(any(decision.merges for decision in patch_of(model).decisions))
+    assert merged[0]
+    assert not merged[2]
+
+
 def test_the_bound_removes_what_merging_removes() -> None:
     subject = load_subject("sd15", device="cpu")
     seen: dict[str, list[int]] = {}
@@ -497,6 +529,16 @@ def bench(*words: str) -> None:
     parse(["bench", *words]).run(Console(width=200))
 
 
+def test_the_command_on_the_embedded_transformer(tmp_path: Path) -> None:
+    words = ["--model", "transformer", "--sizes", "64", "--ratios", "0.5", "--when", "always"]
+    for what in ("step", "pipeline"):
+        bench(*words, "--what", what, "--steps", "1", "--seconds", "0", "--out", str(tmp_path))
+    rows = read_rows(tmp_path / "rows.jsonl")
+    assert [row["variant"] for row in rows] == 2 * ["unpatched", "tomesd", "free"]
+    assert all(row["error"] is None and row["finite"] for row in rows)
+    assert not any(row["left_alone"] for row in rows)
+
+
 def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str) -> None:
     words = ["--sizes", "128x64", "--ratios", "0.5", "--when", "always", "--seconds", "0"]
     words.append("--bound")
@@ -504,7 +546,7 @@ def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str
     rows = read_rows(tmp_path / "rows.jsonl")
     assert [row["variant"] for row in rows] == ["unpatched", "tomesd", "original", "free"]
     assert {(row["width"], row["height"]) for row in rows} == {(128, 64)}
-    assert all(row["model"] == "demo" and row["error"] is None for row in rows)
+    assert all(row["model"] == "unet" and row["error"] is None for row in rows)
     assert all(row["settings"]["when"] == "always" for row in rows if row["settings"])
     printed = capsys.readouterr().out
     table = (tmp_path / "results.md").read_text()

@@ -79,9 +79,14 @@ def test_show_draws_a_map(model: str, tmp_path: Path, source: str, capsys) -> No
     words = ["show", *given, *small(model, out), "--max-downsample", "2", "--level", "2"]
     assert run([*words, "--step", "1"]) == 0
     side = 128 // load_pipeline(model).vae_scale_factor // 2
-    assert f"{side}x{side} tokens in {side * side // 2} slots" in capsys.readouterr().out
+    assert f"step 1: {side * side // 2} of {side * side} tokens" in capsys.readouterr().out
     with Image.open(out) as image:
         assert image.width % side == 0
+        one = image.width
+    assert run(words) == 0  # an early, a middle and a late step
+    assert capsys.readouterr().out.count(f": {side * side // 2} of {side * side} tokens") == 3
+    with Image.open(out) as image:
+        assert image.width > 4 * one
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 import importlib
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import tomesd_demo_model
@@ -14,7 +17,15 @@ from PIL import Image
 import tomesd
 from tomesd.cli.demo import _table
 from tomesd.cli.run import run
-from tomesd.generation import RatioSummary, comparison, load_pipeline, sample
+from tomesd.generation import (
+    RatioSummary,
+    comparison,
+    load_pipeline,
+    map_of_image,
+    sample,
+    sample_with_maps,
+)
+from tomesd.generation.maps import map_at
 from tomesd.generation.progress import silent
 from tomesd.generation.sampling import Sample
 from tomesd.patch import patch_of
@@ -149,6 +160,95 @@ def test_patching_it_leaves_the_global_generator_alone() -> None:
     state = torch.get_rng_state()
     sample(load_pipeline(), PROMPT, tomesd.Settings(), steps=1, size=(128, 128))
     assert torch.equal(state, torch.get_rng_state())
+
+
+# The transformer
+
+
+@pytest.fixture(scope="module")
+def transformer() -> Any:
+    return load_pipeline("transformer")
+
+
+@pytest.mark.parametrize("grid", [16, 32, 64])
+def test_positions_are_those_of_the_training(
+    transformer: Any, training, monkeypatch: pytest.MonkeyPatch, grid: int
+) -> None:
+    """At 512 px, a grid of 64, they are Flux's own; at others they span the same range."""
+    ids = transformer._prepare_latent_image_ids(1, grid, grid, "cpu", torch.float32)
+    monkeypatch.setattr(
+        diffusers.FluxTransformer2DModel, "forward", lambda self, img_ids, **_: img_ids
+    )
+    found = transformer.transformer.forward(img_ids=ids)
+    assert torch.equal(found, training("flow").positions(grid, "cpu"))
+    assert torch.equal(found, ids) == (grid == 64)
+
+
+def test_the_transformer_draws_what_its_training_sampler_draws(
+    transformer: Any, training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow, tokenizer = training("flow"), training("tokenizer")
+    monkeypatch.setattr(flow.torch, "autocast", lambda *_: nullcontext())
+    folder = tomesd_demo_model.path("unet")
+    text = flow.TextEncoder(folder, "cpu")
+    words = tokenizer.WordTokenizer(folder / "tokenizer")
+    tokens = [torch.tensor([words(prompt)]) for prompt in (PROMPT, "")]
+    noise = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(3))
+    plain = diffusers.FluxTransformer2DModel.from_pretrained(
+        tomesd_demo_model.path("transformer") / "transformer"
+    )
+    expected = flow.sample(plain, *map(text, tokens), noise, guidance=4.0, steps=2)
+    inputs = {"prompt": PROMPT, "negative_prompt": "", "true_cfg_scale": 4.0}
+    size = {"height": 128, "width": 128, "num_inference_steps": 2}
+    with torch.no_grad():
+        found = transformer(**inputs, **size, latents=flow.pack(noise), output_type="latent").images
+    torch.testing.assert_close(found, flow.pack(expected), atol=2e-4, rtol=0)
+
+
+def test_the_transformer_listens_and_merges(transformer: Any) -> None:
+    red, blue = (
+        sample(transformer, f"a penguin on a plain {color} background", steps=3, size=(128, 128))
+        for color in ("red", "blue")
+    )
+    assert red.metadata["guidance"] == 4.0
+    for other, one, channel in ((red, blue, 2), (blue, red, 0)):
+        assert one.image.getpixel((2, 2))[channel] > other.image.getpixel((2, 2))[channel] + 50
+    for ratio, same in ((0.0, True), (0.5, False)):
+        settings = tomesd.Settings(ratio=ratio, when="always")
+        prompt = red.metadata["prompt"]
+        made = sample(transformer, prompt, settings, steps=3, size=(128, 128))
+        assert (made.image == red.image) == same
+
+
+def test_the_demo_on_the_transformer_says_where_nothing_was_merged(tmp_path: Path) -> None:
+    words = ["demo", "--model", "transformer", "--when", "always", "--ratios", "0.5", *SMALL]
+    assert run([*words, "--steps", "3", "--out", str(tmp_path)]) == 0
+    assert [row["tokens"] for row in rows(tmp_path)] == [256, 128]
+    with Image.open(tmp_path / "merged_tokens.png") as image:
+        assert image.width > 4 * 128
+
+
+def test_maps_of_each_step_end_where_merging_ends(transformer: Any) -> None:
+    settings = tomesd.Settings(ratio=0.5, when="always")
+    options = {"steps": 6, "size": (128, 128)}
+    _, by_step = sample_with_maps(transformer, PROMPT, settings, **options)
+    assert len(by_step) == 6
+    early, late = map_at(by_step, 0), map_at(by_step, 5)
+    assert (early.slots, late.slots) == (128, 256)
+    assert early.slot.shape == late.slot.shape == (16, 16)
+    picture = Image.effect_noise((128, 128), 60).convert("RGB")
+    (found,) = {map.slots for map in map_of_image(transformer, picture, settings, noise=0.9)}
+    assert found == 128
+    assert map_of_image(transformer, picture, settings, noise=0.02) == []
+
+
+def test_the_models_share_their_files() -> None:
+    names = [path.name for path in tomesd_demo_model.path("transformer").iterdir()]
+    assert sorted(names) == ["model_index.json", "scheduler", "transformer"]
+    files = tomesd_demo_model.path("transformer").rglob("*")
+    assert sum(path.stat().st_size for path in files if path.is_file()) < 40e6
+    with pytest.raises(ValueError, match=r"model='video': must be one of unet, transformer"):
+        tomesd_demo_model.path("video")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from zoo_diffusers import (
 
 import tomesd
 from tomesd import kernels, selectors
+from tomesd.generation import load_pipeline
 from tomesd.kernels import reference
 
 
@@ -70,6 +71,13 @@ def test_an_unpatched_model_is_described_and_left_alone() -> None:
     text = str(tomesd.describe(model, 128, 128))
     assert "not patched" in text
     assert module_state(model) == before
+
+
+@pytest.mark.parametrize("name", ["unet", "transformer"])
+def test_describing_a_model_that_merges_warns_of_nothing(name: str, recwarn: Any) -> None:
+    pipe = tomesd.apply_patch(load_pipeline(name))
+    assert tomesd.describe(pipe, 128, 128).parts[0].saved > 0
+    assert not [w for w in recwarn if issubclass(w.category, tomesd.MergeWarning)]
 
 
 def test_a_pipeline_shows_every_model_that_is_patched() -> None:

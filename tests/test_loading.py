@@ -223,7 +223,7 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_a_single_file_takes_a_configuration(config: Path) -> None:
-    for model in ("demo", "nobody/nothing", config):
+    for model in ("unet", "nobody/nothing", config):
         with pytest.raises(LoadError, match=r"config='.*': only a single .* takes one"):
             load_pipeline(model, config=config)
 

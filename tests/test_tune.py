@@ -20,7 +20,7 @@ from tomesd.evaluation.metrics import paired_scores
 from tomesd.evaluation.networks import Lpips
 from tomesd.evaluation.search_space import Choice, first_options, levels_of, search_space
 from tomesd.evaluation.tuning import Budget, Measurement, SideBySide, choose, front_of, search
-from tomesd.generation import sample
+from tomesd.generation import load_pipeline, sample
 from tomesd.presets import PRESETS, changed, load, save
 
 SPACE = search_space([1, 2, 4])
@@ -260,7 +260,9 @@ def scores_of(pipe: Any, options: dict, seeds: dict[int, str], side: int, steps:
 
 def test_a_measurement_is_that_of_the_images(pipe: Any) -> None:
     items = make_items(["a cat", "a dog", "a fox"], seed=5)
-    scales = SideBySide(pipe, items, Sampling(64, 64, steps=2), Lpips("alex"), batch=2, repeats=1)
+    scales = SideBySide(
+        pipe, items, Sampling.of(pipe, (64, 64), steps=2), Lpips("alex"), batch=2, repeats=1
+    )
     options = {"ratio": 0.6, "when": "always", "target": "block"}
     found = scales.measure(options)
     expected = scores_of(pipe, options, {5: "a cat", 6: "a dog", 7: "a fox"}, 64, 2)
@@ -276,6 +278,21 @@ def test_settings_that_merge_nothing_gain_nothing(pipe: Any, recwarn: Any) -> No
     found = scales.measure({"ratio": 0.0})
     assert (found.merges, found.speedup, found.lpips, found.gains) == (False, 1.0, 0.0, False)
     assert not [w for w in recwarn if issubclass(w.category, tomesd.MergeWarning)]
+
+
+def test_on_a_transformer_it_tries_nothing_that_means_nothing_there() -> None:
+    pipe = load_pipeline("transformer")
+    assert levels_of(pipe, Sampling(64, 64)) == []
+
+    def apply(options: dict[str, Any]) -> Measurement:
+        with tomesd.patched(pipe, **options):
+            return made_up(options)
+
+    lines: list[dict] = []
+    seen = search(apply, search_space([]), trials=40, log=lines.append)
+    assert len(seen) == 40
+    assert not [line for line in lines if "refused" in line]
+    assert {m.options.get("depth") for m in seen} > {None}
 
 
 def test_levels_are_those_that_have_attention(pipe: Any) -> None:

@@ -27,6 +27,8 @@ def tidy(folder: Path) -> None:
     # transformers would keep the text encoder in half precision while diffusers loads the rest
     # in single precision, and the two would not fit together.
     _edit(folder / "text_encoder" / "config.json", dtype="float32")
+    # FluxPipeline, which uses the same autoencoder, asks for it.
+    _edit(folder / "vae" / "config.json", shift_factor=0.0)
     # So that PNDMScheduler.from_config(pipeline.scheduler.config) is PLMS.
     _edit(folder / "scheduler" / "scheduler_config.json", skip_prk_steps=True)
     # vocab.json and merges.txt say it all; the copy would name the folder it was made in.

@@ -2,10 +2,13 @@
 
 from typing import Literal
 
-__all__ = ["DEMO_MODEL", "Dtype", "Mode", "Offload"]
+__all__ = ["DEMO_MODEL", "EMBEDDED", "Dtype", "Mode", "Offload"]
 
-DEMO_MODEL = "demo"
-"""Name of the embedded model."""
+DEMO_MODEL = "unet"
+"""The embedded model that is taken where none is named."""
+
+EMBEDDED = {"unet": 5.0, "transformer": 4.0, "demo": 5.0}
+"""Names of the embedded models, "demo" being an older one of the UNet, with their own guidance."""
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Offload = Literal["none", "model", "sequential"]

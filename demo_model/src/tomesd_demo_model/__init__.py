@@ -1,9 +1,9 @@
-"""A small text-to-image latent diffusion model in the diffusers format, for offline use.
+"""Two small text-to-image latent diffusion models in the diffusers format, for offline use.
 
 from diffusers import StableDiffusionPipeline
 import tomesd_demo_model
 
-pipe = StableDiffusionPipeline.from_pretrained(tomesd_demo_model.path(), safety_checker=None)
+pipe = StableDiffusionPipeline.from_pretrained(tomesd_demo_model.path("unet"), safety_checker=None)
 image = pipe("a whale and two red apples on a sky blue background").images[0]
 """
 
@@ -16,9 +16,18 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "held_out_captions", "path"]
 
 
-def path() -> Path:
-    """Folder of the pipeline, for `StableDiffusionPipeline.from_pretrained`."""
-    return Path(str(files(__package__))) / "pipeline"
+_FOLDERS = {"unet": "pipeline", "transformer": "transformer"}
+
+
+def path(model: str = "unet") -> Path:
+    """Folder of a pipeline, for `from_pretrained`.
+
+    Args:
+        model: "unet", for `StableDiffusionPipeline`, or "transformer", for `FluxPipeline`.
+    """
+    if model not in _FOLDERS:
+        raise ValueError(f"model={model!r}: must be one of {', '.join(_FOLDERS)}")
+    return Path(str(files(__package__))) / _FOLDERS[model]
 
 
 def held_out_captions() -> list[str]:

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from ..generation.loading import LoadError
 from ..generation.sampling import Sampling, call_pipeline
+from ..hosts import FoundModel, find_models
 from ..hosts.inputs import example_inputs
+from ..schedule import Timeline
 from .models import ARCHITECTURES, Subject
 
 WHATS = ("step", "pipeline")
 _PROMPT = "a photo of a red fox in the snow"
-_GUIDANCE = 7.5
 
 Call = Callable[[], Any]
 
@@ -32,7 +33,9 @@ def make_call(
         return Images(subject, model, size, images, steps)
     scale = subject.pixels_per_latent
     latent = (size[0] // scale, size[1] // scale)
-    return Step(model, random_inputs(subject.model, latent, 2 * images))
+    return Step(
+        model, random_inputs(subject.model, latent, 2 * images), found=find_models(model)[0]
+    )
 
 
 def random_inputs(module: nn.Module, size: tuple[int, int], batch: int, seed: int = 0) -> Any:
@@ -54,16 +57,25 @@ def random_inputs(module: nn.Module, size: tuple[int, int], batch: int, seed: in
 
 
 class Step:
-    """Calls a denoising model again and again, at falling timesteps.
+    """Calls a denoising model again and again, at timesteps that go from noise to image.
 
     All that it hands over stays in its place in memory, so that a call can be captured into a CUDA
     graph; only the number in the timestep changes. From 1000 steps, what is done once per image is
     hardly ever done.
     """
 
-    def __init__(self, model: nn.Module, inputs: dict[str, Any], steps: int = 1000):
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        steps: int = 1000,
+        found: FoundModel | None = None,
+    ):
         self._model = model
         self._name = "timesteps" if "timesteps" in inputs else "timestep"
+        row = None if found is None else found.row
+        if row is not None:
+            self._name = row.time
         first, *rest = inputs  # the original looks for the latent among positional arguments
         self._latent = inputs[first]
         self._rest = {name: inputs[name] for name in rest if name != self._name}
@@ -71,6 +83,11 @@ class Step:
         # Pipelines hand a UNet of diffusers one number for the whole batch.
         shape = () if (first, self._name) == ("sample", "timestep") else example.shape
         self._timesteps = torch.arange(steps - 1, -1, -1, device=example.device)
+        if found is not None and row is not None:
+            timeline = found.timeline(Timeline())
+            if timeline.noise is not None:
+                ends = (timeline.noise, timeline.image)
+                self._timesteps = torch.linspace(*ends, steps, device=example.device)
         self._timestep = torch.zeros(shape, dtype=self._timesteps.dtype, device=example.device)
         self._done = 0
 
@@ -95,18 +112,18 @@ class Images:
     ):
         height, width = size
         self._pipe = subject.pipe_with(model)
-        self._sampling = Sampling(width, height, steps, _GUIDANCE)
+        self._sampling = Sampling.of(self._pipe, (width, height), steps=steps)
         self._seeds = range(images)
         self._inputs: dict[str, Any] = {"prompt": [_PROMPT] * images}
         if subject.name in ARCHITECTURES:
-            self._inputs = {**_embeddings(subject, images)}
+            self._inputs = {**random_embeddings(subject, images)}
         self._inputs["output_type"] = "pt"  # images stay on the device, and no time goes into PNGs
 
     def __call__(self) -> Any:
         return call_pipeline(self._pipe, self._inputs, self._seeds, self._sampling).images
 
 
-def _embeddings(subject: Subject, images: int) -> dict[str, Tensor]:
+def random_embeddings(subject: Subject, images: int) -> dict[str, Tensor]:
     """Random encodings of as many prompts, and of none: there is no text encoder."""
     inputs = random_inputs(subject.model, (8, 8), 2 * images)
     text, no_text = inputs["encoder_hidden_states"].chunk(2)

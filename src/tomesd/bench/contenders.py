@@ -95,17 +95,39 @@ class FreePlan:
     M rows are read and M rows are written, in one kernel, each way.
     """
 
-    def __init__(self, tokens: int, kept: int, buffers: dict[Any, Tensor]):
+    shared = True  # by all items of the batch
+
+    def __init__(self, tokens: int, kept: int, buffers: dict[Any, Tensor], start: int = 0):
         self.tokens = tokens
         self.kept = kept
         self._buffers = buffers
+        self._start = start
+        self.slot = torch.empty(1, tokens, device="meta")  # asked for its shape alone
+
+    def placed(self, start: int, length: int) -> "FreePlan":
+        """The plan of a longer sequence, in which the tokens begin at `start`."""
+        return FreePlan(self.tokens, self.kept, self._buffers, start)
+
+    def pick(self, rows: Tensor, dim: int = 1, *, batched: bool = True) -> Tensor:
+        """The rows of the tokens that are kept, and of all others in the sequence."""
+        first, end = self._start + self.kept, self._start + self.tokens
+        kept, rest = rows.narrow(dim, 0, first), rows.shape[dim] - end
+        return torch.cat([kept, rows.narrow(dim, end, rest)], dim) if rest else kept.contiguous()
+
+    def restore(self, x: Tensor, y: Tensor, merged: Tensor) -> Tensor:
+        """Adds what the kept tokens gained: `[B, N, C]`."""
+        gained, restored = y - merged, x.clone()
+        first, end = self._start + self.kept, self._start + self.tokens
+        restored[:, :first] += gained[:, :first]
+        restored[:, end:] += gained[:, first:]
+        return restored
 
     def fits(self, x: Tensor) -> bool:
         return x.ndim == 3 and x.shape[1] == self.tokens
 
     def merge(self, x: Tensor) -> Tensor:
         """`[B, N, C]` to `[B, M, C]`."""
-        return x[:, : self.kept].contiguous()
+        return self.pick(x)
 
     def unmerge(self, y: Tensor) -> Tensor:
         """`[B, M, C]` to `[B, N, C]`. The rows from M on were zeroed once and stay so.

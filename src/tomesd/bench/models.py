@@ -57,7 +57,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 """Configurations of `UNet2DConditionModel`, as they are published."""
 
-_VAE = {
+VAE = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -115,7 +115,7 @@ def _random_pipeline(name: str, device: torch.device, dtype: torch.dtype) -> Any
     diffusers = quiet_diffusers()
     large = name == "sdxl"
     unet = random_model(diffusers.UNet2DConditionModel, ARCHITECTURES[name], device, dtype, 0)
-    vae_config = {**_VAE, "scaling_factor": 0.13025 if large else 0.18215, "force_upcast": large}
+    vae_config = {**VAE, "scaling_factor": 0.13025 if large else 0.18215, "force_upcast": large}
     vae = random_model(diffusers.AutoencoderKL, vae_config, device, dtype, 1)
     if large:
         return diffusers.StableDiffusionXLPipeline(

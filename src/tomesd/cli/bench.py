@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.table import Table
 
-from ..choices import DEMO_MODEL, Dtype, Mode
+from ..choices import DEMO_MODEL, EMBEDDED, Dtype, Mode
 from ..files import check_writable, write_text
 from ..settings import Settings
 from .options import RatiosOptions, Size, parse_size, warn_of_dtype
@@ -25,8 +25,8 @@ class Bench:
     images, attention and mode is a setting; in each, all that is compared takes turns."""
 
     model: tuple[str, ...] = (DEMO_MODEL,)
-    """`sd15`, `sd21`, `sdxl`: these architectures with random weights, nothing to download. `demo`
-    for the embedded model, or a folder, a file or a hub id."""
+    """`sd15`, `sd21`, `sdxl`: these architectures with random weights, nothing to download. `unet`
+    or `transformer` for an embedded model, or a folder, a file or a hub id."""
     sizes: tuple[str, ...] = ()
     """Pixels: sides of squares, or width x height as in 768x512. The model's own if not given."""
     images: tuple[int, ...] = (1,)
@@ -166,7 +166,7 @@ class Bench:
 def _own_size(model: str) -> Size:
     from ..bench import ARCHITECTURES
 
-    side = 256 if model == DEMO_MODEL else 512
+    side = 256 if model in EMBEDDED else 512
     if model in ARCHITECTURES:
         side = 8 * ARCHITECTURES[model]["sample_size"]
     return side, side

@@ -1,5 +1,6 @@
 """tomesd generate: images from prompts, with merged tokens."""
 
+import math
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,11 @@ class Generate:
     """What to keep out of the images."""
     images: int = 1
     """Images per prompt, from consecutive seeds."""
+    hires: float | None = None
+    """Make each image this many times larger than --size, in two passes: small, then enlarged and
+    drawn anew on merged tokens."""
+    strength: float = 0.5
+    """With --hires: share of the steps that the second pass takes. More draws more anew."""
     out: Path = Path("images")
     """Folder for the images."""
     overwrite: bool = False
@@ -59,18 +65,25 @@ class Generate:
             console.print(f"{path}  {made.seconds:.1f} s{rest}")
 
     def _make(self, console: Console, pipe: Any, prompt: str, merge: Settings) -> "Sample":
-        from ..generation import sample
+        from ..generation import hires, sample
+        from ..generation.hires import enlarged_size
 
+        steps = self.sampling.steps
+        total = steps + (0 if self.hires is None else math.ceil(steps * self.strength))
         with progress_bar(console) as on_progress:
-            return sample(
-                pipe,
-                prompt,
-                merge,
-                negative_prompt=self.negative,
-                seed=merge.seed,
-                on_step=lambda done: on_progress(prompt, done, self.sampling.steps),
+            options: dict[str, Any] = {
                 **asdict(self.sampling),
-            )
+                "negative_prompt": self.negative,
+                "seed": merge.seed,
+                "on_step": lambda done: on_progress(prompt, done, total),
+            }
+            if self.hires is None:
+                return sample(pipe, prompt, merge, **options)
+            size = options["size"]
+            options["size"] = size and enlarged_size(pipe, size, self.hires)
+            options |= {"factor": self.hires, "strength": self.strength}
+            made = hires(pipe, prompt, merge, **options)
+            return replace(made.second, seconds=made.seconds)
 
     def _prompts(self) -> list[str]:
         prompts = list(self.prompt)

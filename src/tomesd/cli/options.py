@@ -136,8 +136,8 @@ class ModelOptions:
     """Which model, and how it runs."""
 
     model: str = DEMO_MODEL
-    """`demo` for the embedded model, a folder in diffusers format, a single .safetensors or .ckpt
-    file, or a hub id."""
+    """`unet` or `transformer` for an embedded model, a folder in diffusers format, a single
+    .safetensors or .ckpt file, or a hub id."""
     config: Path | None = None
     """For a single file: a local folder in diffusers format to take the configuration, the
     tokenizer and the scheduler from. Without it, diffusers asks the hub."""
@@ -184,8 +184,8 @@ class ImageOptions:
 
     steps: int = 30
     """Denoising steps."""
-    guidance: float = 5.0
-    """How closely to follow the prompt."""
+    guidance: float | None = None
+    """How closely to follow the prompt. The model's own if not given."""
     size: Size | None = None
     """Pixels: the side of a square, or width x height as in 768x512. The model's own if not
     given."""

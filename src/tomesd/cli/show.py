@@ -26,7 +26,7 @@ class Show:
     prompt: str | None = None
     """Or a prompt: the picture is made first."""
     step: int | None = None
-    """Which denoising step, from 0. The middle one if not given."""
+    """Which denoising step, from 0. An early, a middle and a late one if not given."""
     level: int | None = None
     """Which level: 1 is full resolution, 2 half of it. The finest that is merged if not given."""
     out: Path = Path("merge_map.png")
@@ -42,65 +42,52 @@ class Show:
         if (self.image is None) == (self.prompt is None):
             raise ValueError("give either --image or --prompt")
         steps = self.sampling.steps
-        step = steps // 2 if self.step is None else self.step
-        if not 0 <= step < steps:
-            raise ValueError(f"step={step}: must be between 0 and {steps - 1}")
+        if self.step is not None and not 0 <= self.step < steps:
+            raise ValueError(f"step={self.step}: must be between 0 and {steps - 1}")
         check_writable(self.out, folder=False)
         from ..generation import draw_map, map_of_image, save_image
+        from ..generation.comparison import label_grid
+        from ..generation.maps import map_at, map_title, three_steps
 
         picture = None if self.image is None else _open(self.image)
         pipe = self.model.load()
+        steps_shown = three_steps(steps) if self.step is None else (self.step,)
         if picture is not None:
             picture = _fit(pipe, picture, self.sampling.size)
-            maps = map_of_image(pipe, picture, merge, noise=1 - (step + 0.5) / steps)
-            map = self._choose(maps, 0)
+            noises = (1 - (step + 0.5) / steps for step in steps_shown)
+            looked_at = [map_of_image(pipe, picture, merge, noise=noise) for noise in noises]
+            maps = [map_at(looked_at, place, self.level) for place in range(len(looked_at))]
         else:
-            picture, maps = self._make(console, pipe, merge)
-            map = self._choose(maps, step)
+            picture, by_step = self._make(console, pipe, merge)
+            maps = [map_at(by_step, step, self.level) for step in steps_shown]
+        titles = [map_title(map, step) for map, step in zip(maps, steps_shown, strict=True)]
+        drawn = [draw_map(map, picture) for map in maps]
+        if len(drawn) > 1:
+            words = self.prompt or str(self.image)
+            drawn = [label_grid([[picture.resize(drawn[0].size), *drawn]], ["", *titles], [words])]
         out = unused(self.out, overwrite=self.overwrite)
-        save_image(draw_map(map, picture), out)
-        h, w = map.slot.shape
-        left = int(map.slot.max()) + 1
-        console.print(
-            f"{out}  {h}x{w} tokens in {left} slots, at 1/{map.downsample} of the latent, "
-            f"timestep {map.timestep:.0f}"
-        )
+        save_image(drawn[0], out)
+        h, w = maps[0].slot.shape
+        console.print(f"{out}  {h}x{w} tokens, at 1/{maps[0].downsample} of the latent")
+        for title in titles:
+            console.print(f"  {title}")
 
     def _make(
         self, console: Console, pipe: Any, merge: Settings
-    ) -> "tuple[Image.Image, list[MergeMap]]":
-        import tomesd
-
-        from ..generation import record_maps, sample
+    ) -> "tuple[Image.Image, list[list[MergeMap]]]":
+        from ..generation import sample_with_maps
 
         prompt = str(self.prompt)
-        with (
-            tomesd.patched(pipe, **asdict(merge)),
-            record_maps(pipe) as maps,
-            progress_bar(console) as on_progress,
-        ):
-            made = sample(
+        with progress_bar(console) as on_progress:
+            made, by_step = sample_with_maps(
                 pipe,
                 prompt,
+                merge,
                 seed=merge.seed,
                 on_step=lambda done: on_progress(prompt, done, self.sampling.steps),
                 **asdict(self.sampling),
             )
-        return made.image, maps
-
-    def _choose(self, maps: "list[MergeMap]", step: int) -> "MergeMap":
-        levels = sorted({map.downsample for map in maps})
-        if not levels:
-            raise ValueError("nothing is merged with these options at this size")
-        level = levels[0] if self.level is None else self.level
-        if level not in levels:
-            raise ValueError(
-                f"level={level}: merged are {', '.join(map(str, levels))}; "
-                "--max-downsample merges more"
-            )
-        at_level = [map for map in maps if map.downsample == level]
-        first = [map for map in at_level if map.layer == at_level[0].layer]
-        return first[min(step, len(first) - 1)]
+        return made.image, by_step
 
 
 def _open(path: Path) -> "Image.Image":

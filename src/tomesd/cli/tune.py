@@ -168,7 +168,7 @@ class Tune:
             space,
             trials=self.trials,
             fixed=fixed,
-            first=first_options(fixed, base),
+            first=first_options(fixed, base, transformer=not levels),
             seed=self.search_seed,
             on_progress=bar.on_trial,
             log=log,

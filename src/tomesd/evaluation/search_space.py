@@ -7,11 +7,11 @@ from typing import Any
 import tomesd
 
 from ..generation import Sampling
-from ..presets import PRESETS
+from ..hosts import find_models
+from ..presets import PRESETS, TRANSFORMER_PRESETS
 from ..settings import DOWNSAMPLES
 
 Options = dict[str, Any]
-_WHOLE_BLOCKS = ("block", "stack")
 
 
 @dataclass(frozen=True)
@@ -44,43 +44,71 @@ def search_space(levels: Sequence[int], fixed: Iterable[str] = ()) -> list[Choic
     """The options that are tried, but for those that stay as they are.
 
     Args:
-        levels: downsampling of the levels of the model, finest first.
+        levels: downsampling of the levels of a UNet, finest first; none for a transformer.
     """
-    percents = tuple(percent / 100 for percent in range(10, 76, 5))
-    space = (
-        Choice("ratio", percents, ordered=True),
-        Choice("target", ("attn", "kv", "block", "stack")),
-        Choice("merge_crossattn", (False, True), only_if=_own_layers),
-        Choice("merge_mlp", (False, True), only_if=_own_layers),
-        Choice("max_downsample", (None, *levels[1:]), ordered=True),
-        Choice("selector", ("bipartite", "kmeans", "grid")),
-        Choice(
-            "metric",
-            ("input", "keys", "mean", "previous"),
-            only_if=lambda o: o["selector"] != "grid",
-        ),
-        Choice("window", (None, 0, 4, 8, 16), only_if=lambda o: o["selector"] == "bipartite"),
-        Choice("share", ("block", "level", "steps")),
-        Choice("refresh", (2, 4, 8), ordered=True, only_if=lambda o: o["share"] == "steps"),
-        Choice(
-            "proportional", (False, True), only_if=lambda o: o["target"] in (None, "attn", "kv")
-        ),
-        Choice("schedule", (None, "linear")),
-        Choice(
-            "ratio_end",
-            (0.0, 0.05, *percents),
-            ordered=True,
-            only_if=lambda o: o["schedule"] in ("linear", "cosine"),
-        ),
-        Choice("start", (0.0, 0.1, 0.2, 0.3, 0.4), ordered=True),
-        Choice("end", (1.0, 0.9, 0.8, 0.7, 0.6), ordered=True),
-    )
+    space = _unet_space(levels) if levels else _TRANSFORMER_SPACE
     left_out = set(fixed)
     return [c for c in space if c.name not in left_out and len(c.values) > 1]
 
 
+_PERCENTS = tuple(percent / 100 for percent in range(10, 76, 5))
+_RATIO = Choice("ratio", _PERCENTS, ordered=True)
+_SCHEDULE = (
+    Choice("schedule", (None, "linear")),
+    Choice(
+        "ratio_end",
+        (0.0, 0.05, *_PERCENTS),
+        ordered=True,
+        only_if=lambda o: o["schedule"] in ("linear", "cosine"),
+    ),
+)
+
+
+def _how(*metrics: str) -> tuple[Choice, ...]:
+    """How tokens are matched, and for how long."""
+    return (
+        Choice("selector", ("bipartite", "kmeans", "grid")),
+        Choice("metric", metrics, only_if=lambda o: o["selector"] != "grid"),
+        Choice("window", (None, 0, 4, 8, 16), only_if=lambda o: o["selector"] == "bipartite"),
+        Choice("share", ("block", "level", "steps")),
+        Choice("refresh", (2, 4, 8), ordered=True, only_if=lambda o: o["share"] == "steps"),
+    )
+
+
+def _unet_space(levels: Sequence[int]) -> tuple[Choice, ...]:
+    return (
+        _RATIO,
+        Choice("target", ("attn", "kv", "block", "stack")),
+        Choice("merge_crossattn", (False, True), only_if=_own_layers),
+        Choice("merge_mlp", (False, True), only_if=_own_layers),
+        Choice("max_downsample", (None, *levels[1:]), ordered=True),
+        *_how("input", "keys", "mean", "previous"),
+        Choice(
+            "proportional", (False, True), only_if=lambda o: o["target"] in (None, "attn", "kv")
+        ),
+        *_SCHEDULE,
+        Choice("start", (0.0, 0.1, 0.2, 0.3, 0.4), ordered=True),
+        Choice("end", (1.0, 0.9, 0.8, 0.7, 0.6), ordered=True),
+    )
+
+
+_TRANSFORMER_SPACE = (
+    _RATIO,
+    Choice("target", ("stack", "block")),
+    Choice("depth", (None, (0.0, 0.5), (0.25, 0.75), (0.25, 1.0), (0.5, 1.0))),
+    *_how("clean", "input", "mean", "previous"),
+    *_SCHEDULE,
+    Choice("start", (0.0, 0.1, 0.2), ordered=True),
+    Choice("end", (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0), ordered=True),
+    Choice("reuse", (None, 2, 3)),
+    Choice("reuse_start", (0.25, 0.5), ordered=True, only_if=lambda o: o["reuse"] is not None),
+)
+
+
 def levels_of(pipe: Any, sampling: Sampling) -> list[int]:
-    """Downsampling of the levels that have blocks, finest first."""
+    """Downsampling of the levels of a UNet with blocks, finest first; none of a transformer."""
+    if all(part.row is not None for part in find_models(pipe)):
+        return []
     try:
         parts = tomesd.describe(pipe, sampling.height, sampling.width).parts
     except tomesd.UnsupportedModelError:  # of which inputs are not known
@@ -89,8 +117,11 @@ def levels_of(pipe: Any, sampling: Sampling) -> list[int]:
     return sorted(found & set(DOWNSAMPLES))
 
 
-def first_options(fixed: Options, start: Options | None = None) -> list[Options]:
+def first_options(
+    fixed: Options, start: Options | None = None, transformer: bool = False
+) -> list[Options]:
     """Known good ones, to begin with: where to start from, defaults, presets."""
-    known: list[Options] = [*([] if start is None else [start]), {}, *PRESETS.values()]
+    presets = TRANSFORMER_PRESETS if transformer else PRESETS
+    known: list[Options] = [*([] if start is None else [start]), {}, *presets.values()]
     known += [{"ratio": ratio} for ratio in (0.25, 0.75, 0.4, 0.6)]
     return [{**options, **fixed} for options in known]

@@ -242,7 +242,7 @@ def _study(space: Sequence[Choice], first: Sequence[Options], seed: int) -> Any:
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
     for options in first:
         # The sampler learns from the place in the space that is next to them.
-        places = {c.name: _parameter(c, options.get(c.name, _DEFAULTS[c.name])) for c in space}
+        places = {c.name: c.place_of(options.get(c.name, _DEFAULTS[c.name])) for c in space}
         study.enqueue_trial(places, user_attrs={"options": options})
     return study
 
@@ -250,21 +250,17 @@ def _study(space: Sequence[Choice], first: Sequence[Options], seed: int) -> Any:
 _DEFAULTS: Options = vars(Settings())
 
 
-def _parameter(choice: Choice, value: Any) -> Any:
-    place = choice.place_of(value)
-    return place if choice.ordered else choice.values[place]
-
-
 def _propose(trial: Any, space: Sequence[Choice], fixed: Options) -> Options:
     known, proposed = {**_DEFAULTS, **fixed}, Options()
     for choice in space:
         if not choice.only_if({**known, **proposed}):
             continue
+        places = range(len(choice.values))
         if choice.ordered:
-            place = trial.suggest_int(choice.name, 0, len(choice.values) - 1)
-            proposed[choice.name] = choice.values[place]
+            place = trial.suggest_int(choice.name, 0, places[-1])
         else:
-            proposed[choice.name] = trial.suggest_categorical(choice.name, choice.values)
+            place = trial.suggest_categorical(choice.name, places)
+        proposed[choice.name] = choice.values[place]
     return proposed
 
 

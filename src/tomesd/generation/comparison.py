@@ -18,7 +18,7 @@ import tomesd
 from ..grids import cells_of, removable
 from ..settings import Settings
 from .loading import denoiser
-from .maps import MergeMap, draw_map, record_maps
+from .maps import MergeMap, draw_map, map_at, map_title, sample_with_maps, three_steps
 from .progress import OnProgress, silent
 from .sampling import Sample, sample
 
@@ -53,6 +53,7 @@ class ImageComparison:
     rows: tuple[RatioSummary, ...]
     maps: tuple[MergeMap, ...]
     """An early, a middle and a late step of the first prompt, at the ratio next to one half."""
+    map_titles: tuple[str, ...]
 
     def grid(self, difference: float = 0.5) -> Image.Image:
         """All images, and the difference between the unmerged ones and those at one ratio."""
@@ -67,7 +68,7 @@ class ImageComparison:
         ratio = _middle(self.ratios)
         image = self.images[0][self.ratios.index(ratio)]
         pictures = [image, *(draw_map(map, image) for map in self.maps)]
-        titles = [f"ratio {ratio:g}", *(f"merged at t = {map.timestep:.0f}" for map in self.maps)]
+        titles = [f"ratio {ratio:g}", *self.map_titles]
         side = max(picture.width for picture in pictures)
         pictures = [p.resize((side, side * p.height // p.width)) for p in pictures]
         return label_grid([pictures], titles, [self.prompts[0]])
@@ -93,7 +94,7 @@ def compare(
     ratios = (0.0, *ratios)
     total = len(prompts) * len(ratios) * steps + len(ratios) * (1 + _TURNS)
     samples: list[list[Sample]] = [[] for _ in prompts]
-    maps: list[MergeMap] = []
+    by_step: list[list[MergeMap]] = []
     for number, (prompt, ratio) in enumerate(itertools.product(prompts, ratios)):
         words = f"{'unmerged' if ratio == 0 else f'ratio {ratio:g}'}: {prompt}"
 
@@ -102,9 +103,8 @@ def compare(
 
         made = {"steps": steps, "on_step": on_step, **options}
         merge = replace(settings, ratio=ratio)
-        if not maps and ratio == _middle(ratios):
-            with tomesd.patched(pipe, **asdict(merge)), record_maps(pipe) as maps:
-                one = sample(pipe, prompt, **made)
+        if not by_step and ratio == _middle(ratios):
+            one, by_step = sample_with_maps(pipe, prompt, merge, **made)
         elif number == 0:
             with _call_of_step(denoiser(pipe), steps // 3) as step:
                 one = sample(pipe, prompt, merge, **made)
@@ -116,7 +116,10 @@ def compare(
     )
     rows = _summaries(pipe, settings, ratios, list(zip(*samples, strict=True)), seconds)
     images = tuple(tuple(one.image for one in row) for row in samples)
-    return ImageComparison(tuple(prompts), ratios, images, rows, _three(maps))
+    shown = three_steps(len(by_step)) if any(by_step) else ()
+    maps = tuple(map_at(by_step, step) for step in shown)
+    titles = tuple(map_title(map, step) for map, step in zip(maps, shown, strict=True))
+    return ImageComparison(tuple(prompts), ratios, images, rows, maps, titles)
 
 
 @contextmanager
@@ -184,12 +187,6 @@ def _summaries(
         _summary(ratio, step, made, samples[0], h * w - removable(settings, cells, ratio))
         for ratio, step, made in zip(ratios, seconds, samples, strict=True)
     )
-
-
-def _three(maps: list[MergeMap]) -> tuple[MergeMap, ...]:
-    """An early, a middle and a late one of the first layer."""
-    first = [map for map in maps if map.layer == maps[0].layer]
-    return tuple(first[round(share * (len(first) - 1))] for share in (0.1, 0.5, 0.9) if first)
 
 
 def _middle(ratios: Sequence[float]) -> float:

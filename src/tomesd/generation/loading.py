@@ -1,4 +1,4 @@
-"""Loads any diffusers pipeline: the embedded model, a folder, a single file, or a hub id."""
+"""Loads any diffusers pipeline: an embedded model, a folder, a single file, or a hub id."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..choices import DEMO_MODEL, Dtype, Offload
+from ..choices import DEMO_MODEL, EMBEDDED, Dtype, Offload
 
 
 class LoadError(RuntimeError):
@@ -28,8 +28,9 @@ def load_pipeline(
     """A diffusers pipeline, ready to run.
 
     Args:
-        model: "demo" for the embedded model, a folder in diffusers format, a single `.safetensors`
-            or `.ckpt` file, or a hub id such as "stabilityai/stable-diffusion-xl-base-1.0".
+        model: "unet" or "transformer" for an embedded model, a folder in diffusers format, a single
+            `.safetensors` or `.ckpt` file, or a hub id such as
+            "stabilityai/stable-diffusion-xl-base-1.0".
         config: for a single file only: a local folder in diffusers format that says how the model
             is built, and has the tokenizer and the scheduler. Its weights, if any, are not read.
             Without it, diffusers guesses the model and asks the hub.
@@ -110,7 +111,7 @@ def quiet_diffusers() -> Any:
 
 def _load(model: str, config: Path | None, dtype: torch.dtype) -> Any:
     diffusers = quiet_diffusers()
-    path = _demo_path() if model == DEMO_MODEL else Path(model)
+    path = Path(model)
     if path.suffix in (".safetensors", ".ckpt") or path.is_file():
         return _load_single_file(path, config, dtype)
     if config is not None:
@@ -118,6 +119,8 @@ def _load(model: str, config: Path | None, dtype: torch.dtype) -> Any:
             f"config={str(config)!r}: only a single .safetensors or .ckpt file takes one, and "
             f"{model} is none"
         )
+    if model in EMBEDDED:
+        return _load_embedded(model, dtype)
     local = path.is_dir()
     if local and not (path / "model_index.json").is_file():
         raise LoadError(f"{path} is not a diffusers pipeline: it has no model_index.json")
@@ -198,14 +201,23 @@ def _single_file_problem(error: BaseException) -> str:
     return first_line(error)
 
 
-def _demo_path() -> Path:
+def _load_embedded(name: str, dtype: torch.dtype) -> Any:
+    diffusers = quiet_diffusers()
     try:
         import tomesd_demo_model
     except ImportError as error:
         raise LoadError(
-            "the embedded model is not installed: pip install ./demo_model, or name another model"
+            "the embedded models are not installed: pip install ./demo_model, or name another model"
         ) from error
-    return Path(tomesd_demo_model.path())
+    if name == "transformer":
+        from tomesd_demo_model.flux import load_transformer  # type: ignore[import-untyped]
+
+        pipe = load_transformer(dtype)
+    else:
+        folder = tomesd_demo_model.path("unet")
+        pipe = diffusers.StableDiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)
+    pipe.own_guidance = EMBEDDED[name]  # the default of their classes is for other models
+    return pipe
 
 
 def set_attention(pipe: Any, attention: str) -> None:

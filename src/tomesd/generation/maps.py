@@ -1,12 +1,12 @@
 """Merge maps: which tokens shared a slot, as a picture."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
@@ -18,7 +18,11 @@ from ..patch import patch_of
 from ..plan import MergePlan
 from ..settings import Settings
 from ..state import Scope
-from .loading import denoiser
+from .hires import image_to_image
+from .sampling import OnStep, Sample, Sampling, call_pipeline, sample
+
+_NOISES = 100
+"""Levels of noise that a picture can be looked at with."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class MergeMap:
     downsample: int
     slot: NDArray[np.int64]
     """Slot of each token, `[h, w]`."""
+
+    @property
+    def slots(self) -> int:
+        return int(self.slot.max()) + 1
 
     @property
     def members(self) -> NDArray[np.int64]:
@@ -89,31 +97,84 @@ def record_maps(model: Any, *, every_block: bool = True) -> Iterator[list[MergeM
                 patch.observer = None
 
 
-@torch.no_grad()
+def sample_with_maps(
+    pipe: Any, prompt: str, settings: Settings, on_step: OnStep | None = None, **options: Any
+) -> tuple[Sample, list[list[MergeMap]]]:
+    """An image, and the maps of each of its steps: none where nothing was merged.
+
+    Args:
+        options: as in `sample`.
+    """
+    ends = [0]
+
+    def note(done: int) -> None:
+        ends.append(len(maps))
+        if on_step is not None:
+            on_step(done)
+
+    with tomesd.patched(pipe, **asdict(settings)), record_maps(pipe) as maps:
+        made = sample(pipe, prompt, on_step=note, **options)
+    return made, [maps[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def map_at(by_step: Sequence[Sequence[MergeMap]], step: int, level: int | None = None) -> MergeMap:
+    """Of the maps of each step, that of the first block at one step.
+
+    Where nothing was merged at this step, every token has a slot of its own.
+
+    Args:
+        level: downsampling of the blocks; the finest that is merged at any step, if None.
+    """
+    found = [map for maps in by_step for map in maps]
+    levels = sorted({map.downsample for map in found})
+    if not levels:
+        raise ValueError("nothing is merged with these options at this size")
+    level = levels[0] if level is None else level
+    if level not in levels:
+        raise ValueError(
+            f"level={level}: merged are {', '.join(map(str, levels))}; --max-downsample merges more"
+        )
+    first = next(map for map in found if map.downsample == level)
+    alone = replace(first, slot=np.arange(first.slot.size).reshape(first.slot.shape))
+    return next((map for map in by_step[step] if map.layer == first.layer), alone)
+
+
+def map_title(map: MergeMap, step: int) -> str:
+    left = f"{map.slots} of {map.slot.size} tokens"
+    return f"step {step}: {left if map.slots < map.slot.size else 'nothing merged'}"
+
+
+def three_steps(steps: int) -> tuple[int, ...]:
+    """An early, a middle and a late one, from 0."""
+    return tuple(round(share * (steps - 1)) for share in (0.1, 0.5, 0.9))
+
+
 def map_of_image(
     pipe: Any, image: Image.Image, settings: Settings, *, noise: float = 0.3
 ) -> list[MergeMap]:
     """The maps of a given picture: it is noised to a share of the schedule, and denoised one step.
 
     Args:
-        pipe: a Stable Diffusion pipeline.
+        pipe: one that diffusers has an image-to-image form of.
         noise: where in the schedule, 0 (clean) to 1 (pure noise).
     """
-    model, device = denoiser(pipe), denoiser(pipe).device
-    pixels = torch.from_numpy(np.asarray(image.convert("RGB"))).permute(2, 0, 1)[None]
-    pixels = pixels.to(device, model.dtype) / 127.5 - 1
-    config = pipe.vae.config
-    latent = pipe.vae.encode(pixels).latent_dist.mode()
-    latent = (latent - (getattr(config, "shift_factor", None) or 0)) * config.scaling_factor
-    steps = pipe.scheduler.config.num_train_timesteps
-    timestep = torch.tensor([round(noise * (steps - 1))], device=device)
-    generator = torch.Generator("cpu").manual_seed(settings.seed)
-    drawn = torch.randn(latent.shape, generator=generator).to(latent)
-    noisy = pipe.scheduler.add_noise(latent, drawn, timestep)
-    text, _ = pipe.encode_prompt("", device, 1, False)
-    with tomesd.patched(pipe, **asdict(settings)), record_maps(pipe) as maps:
-        model(noisy, timestep, encoder_hidden_states=text)
+    form = image_to_image(pipe)
+    inputs = {
+        "prompt": "",
+        "image": image.convert("RGB"),
+        "strength": min(1.0, max(noise, 1 / _NOISES)),
+        "output_type": "latent",
+        "callback_on_step_end": _stop,
+    }
+    sampling = Sampling(*image.size, steps=_NOISES, guidance=1.0)
+    with tomesd.patched(form, **asdict(settings)), record_maps(form) as maps:
+        call_pipeline(form, inputs, [settings.seed], sampling)
     return maps
+
+
+def _stop(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+    pipe._interrupt = True  # as diffusers documents it
+    return values
 
 
 def draw_map(map: MergeMap, image: Image.Image) -> Image.Image:

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +22,10 @@ from .loading import denoiser
 from .memory import MemoryProbe
 
 METADATA_KEY = "tomesd"
+_GUIDANCE = 5.0
+"""Where a pipeline has no default."""
+_SIDE = 1024
+"""Pixels, where neither pipeline nor model names a size: the largest models do not."""
 OnStep = Callable[[int], None]
 """Called with the number of steps done."""
 
@@ -33,20 +37,34 @@ class Sampling:
     width: int
     height: int
     steps: int = 30
-    guidance: float = 5.0
+    guidance: float = _GUIDANCE
     negative_prompt: str = ""
     scheduler: Literal["own", "ddim", "plms"] = "own"
 
     @classmethod
-    def of(cls, pipe: Any, size: tuple[int, int] | None = None, **options: Any) -> "Sampling":
+    def of(
+        cls,
+        pipe: Any,
+        size: tuple[int, int] | None = None,
+        *,
+        guidance: float | None = None,
+        **options: Any,
+    ) -> "Sampling":
         """Checked against `pipe`, which gets the scheduler that is asked for.
 
         Args:
             size: width and height in pixels; the model's own if None.
+            guidance: the model's own if None.
         """
-        sampling = cls(*_checked_size(pipe, size), **options)
+        guidance = _own_guidance(pipe) if guidance is None else guidance
+        sampling = cls(*_checked_size(pipe, size), guidance=guidance, **options)
         if sampling.steps < 1:
             raise ValueError(f"steps={sampling.steps}: must be at least 1")
+        if sampling.negative_prompt and not _takes_negative(pipe):
+            raise ValueError(
+                f"negative_prompt={sampling.negative_prompt!r}: {type(pipe).__name__} takes none, "
+                "as this model has learnt to do with its guidance in one call"
+            )
         set_scheduler(pipe, sampling.scheduler)
         return sampling
 
@@ -108,15 +126,20 @@ def sample_batch(
     seeds: Sequence[int],
     sampling: Sampling,
     on_step: OnStep | None = None,
+    **given: Any,
 ) -> Batch:
-    """One call of the pipeline. Every image has a seed of its own."""
+    """One call of the pipeline. Every image has a seed of its own.
+
+    Args:
+        given: what else the pipeline gets, such as an image to begin with.
+    """
     device = denoiser(pipe).device
-    inputs: dict[str, Any] = {"prompt": list(prompts)}
-    if "negative_prompt" in inspect.signature(pipe.__call__).parameters:
+    inputs: dict[str, Any] = {"prompt": list(prompts), **given}
+    if _takes_negative(pipe):
         inputs["negative_prompt"] = [sampling.negative_prompt] * len(prompts)
     with MemoryProbe(device).watch() as peak:
         clock = _Clock(device)
-        inputs["callback_on_step_end"] = _on_step_end(clock, on_step)
+        inputs |= _callback(pipe, clock, on_step)
         start = time.perf_counter()
         output = call_pipeline(pipe, inputs, seeds, sampling)
         fastest = clock.fastest()  # waits for the GPU
@@ -142,12 +165,12 @@ def call_pipeline(
         inputs: the prompts, or what they are encoded as; and whatever else the pipeline takes.
         seeds: one for each image.
     """
+    size = {"height": sampling.height, "width": sampling.width}
     return pipe(
         **inputs,
-        height=sampling.height,
-        width=sampling.width,
+        **{name: side for name, side in size.items() if name in _parameters(pipe)},
+        **{_guidance_name(pipe): sampling.guidance},
         num_inference_steps=sampling.steps,
-        guidance_scale=sampling.guidance,
         # Drawn on the CPU, the noise is the same whatever the device.
         generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
     )
@@ -178,14 +201,48 @@ class _Clock:
         return float(min(before.elapsed_time(after) for before, after in pairs)) / 1000
 
 
-def _on_step_end(clock: _Clock, on_step: OnStep | None) -> Callable[..., dict[str, Any]]:
-    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _callback(pipe: Any, clock: _Clock, on_step: OnStep | None) -> dict[str, Any]:
+    """What to call at the end of each step, as the argument that the pipeline takes it by."""
+
+    def tell(step: int) -> None:
         clock.tick()
         if on_step is not None:
             on_step(step + 1)
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        tell(step)
         return values
 
-    return callback
+    if "callback_on_step_end" in _parameters(pipe):
+        return {"callback_on_step_end": callback}
+    return {"callback": lambda step, timestep, latents: tell(step), "callback_steps": 1}
+
+
+def _parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(pipe.__call__).parameters
+
+
+def _guidance_name(pipe: Any) -> str:
+    """The argument that compares with and without the prompt, or that stands for it.
+
+    Some models have learnt to give the result of both in one call: what they take as
+    `guidance_scale`, others of their pipeline ignore.
+    """
+    names = _parameters(pipe)
+    learnt = "guidance_scale" in names and denoiser(pipe).config.get("guidance_embeds", False)
+    return "true_cfg_scale" if "true_cfg_scale" in names and not learnt else "guidance_scale"
+
+
+def _takes_negative(pipe: Any) -> bool:
+    names = _parameters(pipe)
+    ignored = "true_cfg_scale" in names and _guidance_name(pipe) == "guidance_scale"
+    return "negative_prompt" in names and not ignored
+
+
+def _own_guidance(pipe: Any) -> float:
+    """As an embedded model says, or else the default of the pipeline."""
+    default = getattr(_parameters(pipe).get(_guidance_name(pipe)), "default", None)
+    return float(getattr(pipe, "own_guidance", default) or _GUIDANCE)
 
 
 def set_scheduler(pipe: Any, name: str) -> None:
@@ -210,7 +267,8 @@ def _checked_size(pipe: Any, size: tuple[int, int] | None) -> tuple[int, int]:
     scale = getattr(pipe, "vae_scale_factor", 8)
     if size is None:
         # Pipelines of transformers know it where the model's configuration does not.
-        side = getattr(pipe, "default_sample_size", None) or denoiser(pipe).config.sample_size
+        side = getattr(pipe, "default_sample_size", None)
+        side = side or denoiser(pipe).config.get("sample_size") or _SIDE // scale
         height, width = (side, side) if isinstance(side, int) else side
         return width * scale, height * scale
     check_size(pipe, size)

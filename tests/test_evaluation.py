@@ -495,7 +495,7 @@ def test_the_command_on_the_embedded_model(tmp_path: Path, capsys) -> None:
     ("words", "message"),
     [
         (["--ratios", "1.5"], "ratio=1.5"),
-        (["--ratio", "0.6"], "takes --ratios"),
+        (["--ratio", "1.6"], "ratio=1.6"),
         (["--vary", "sx=0"], "sx=0"),
         (["--vary", "colour=1"], "colour=1"),
         (["--count", "0"], "count=0"),

@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 
 from .. import presets
-from ..generation import LoadError
 from ..settings import Settings
 from .options import ImageOptions, MergeOptions, ModelOptions
 
@@ -55,6 +54,8 @@ class Ui:
         """
         if self.model.compile:
             raise ValueError("compile: each change of the settings would be compiled anew")
+        from ..generation import LoadError
+
         if importlib.util.find_spec("gradio") is None:
             raise LoadError("gradio is not installed: pip install 'tomesd[ui]'")
         # Gradio reads these when it is imported, and when the page is made.

@@ -8,6 +8,7 @@ and memory do not depend. Both ways take turns. Rows go to hires_cpu.jsonl or hi
 """
 
 import argparse
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,14 @@ from PIL import Image
 from rows import RESULTS, timed
 
 import tomesd
+from tomesd import Settings
 from tomesd.bench import Effort, RowFile
 from tomesd.bench.calls import random_embeddings
 from tomesd.bench.measure import take_turns, time_calls
 from tomesd.bench.models import VAE, load_subject, random_model
 from tomesd.choices import EMBEDDED
 from tomesd.generation import Sampling, sample
-from tomesd.generation.hires import image_to_image
+from tomesd.generation.hires import image_to_image, second_pass
 from tomesd.generation.loading import load_pipeline
 from tomesd.generation.memory import MemoryProbe
 from tomesd.generation.sampling import call_pipeline
@@ -67,7 +69,8 @@ def main() -> None:
         pipe, inputs = load(name, device, side)
         sampling = Sampling.of(pipe, (side, side), steps=STEPS, guidance=EMBEDDED.get(name))
         run = partial(call_pipeline, pipe, inputs, [0], sampling)
-        calls = {ratio: tomesd.patched(pipe, ratio=ratio)(run) for ratio in (0.0, 0.5)}
+        settings = [second_pass(pipe, Settings(ratio=ratio), STRENGTH) for ratio in (0.0, 0.5)]
+        calls = {s.ratio: tomesd.patched(pipe, **asdict(s))(run) for s in settings}
         peaks = {ratio: MemoryProbe(device).peak_mib(calls[ratio]) for ratio in calls}  # warms up
         timers = {ratio: partial(time_calls, calls[ratio], device=device) for ratio in calls}
         for ratio, timing in take_turns(timers, Effort(seconds=0, min_repeats=3)).items():

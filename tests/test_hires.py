@@ -15,7 +15,7 @@ from zoo_diffusers import make_sd_pipeline, make_sdxl_pipeline
 import tomesd
 from tomesd.cli.run import run
 from tomesd.generation import hires, load_pipeline, redraw, sample
-from tomesd.generation.hires import image_to_image
+from tomesd.generation.hires import image_to_image, second_pass
 from tomesd.generation.maps import record_maps
 from tomesd.patch import patch_of
 
@@ -69,6 +69,10 @@ def test_the_transformer_enlarges_what_it_drew() -> None:
     made = hires(pipe, PROMPT, settings, steps=4, size=(192, 192), factor=1.5, on_step=done.append)
     assert done == [1, 2, 3, 4, 5, 6]
     assert made.second.metadata["from_size"] == (128, 128)
+    assert made.second.metadata["merge"]["end"] == 0.75  # the first half of the second pass
+    for asked, end in (({"end": 0.9}, 0.9), ({"start": 0.6}, None), ({}, 0.8)):
+        assert second_pass(pipe, tomesd.Settings(**asked), 0.4).end == end
+    assert second_pass(make_sd_pipeline(), settings, 0.4) == settings
     small, large = (
         np.asarray(image.convert("RGB").resize((16, 16), Image.Resampling.BOX), dtype=float)
         for image in (made.first.image, made.image)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from PIL import Image
@@ -51,8 +51,8 @@ def hires(
 
     Args:
         settings: how the second pass merges. `None` is as the pipeline is patched, or the defaults
-            (ratio 0.5) if it is not. On transformers, merging ends half-way to the image unless
-            `end` says otherwise: a pass of low strength may begin later, and merges nothing then.
+            (ratio 0.5) if it is not. On transformers, which merge in the first half of the steps
+            by default, it is the first half of this pass.
         size: width and height of the large image in pixels; `factor` times the model's own if None.
         factor: how many times wider and higher than the small image, more than 1.
         strength: share of the steps that the second pass takes, 0 to 1; more draws more anew.
@@ -122,6 +122,7 @@ def redraw(
     _check_strength(strength)
     sampling = Sampling.of(pipe, size or image.size, **options)
     form = image_to_image(pipe)
+    settings = None if settings is None else second_pass(pipe, settings, strength)
     enlarged = image.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
     merging = nullcontext() if settings is None else tomesd.patched(form, **asdict(settings))
     with merging:
@@ -134,6 +135,14 @@ def redraw(
         "merge": None if settings is None else asdict(settings),
     }
     return Sample(made.images[0], made.seconds, made.step_seconds, made.peak_mib, metadata)
+
+
+def second_pass(pipe: Any, settings: Settings, strength: float) -> Settings:
+    """The settings, with an end that a transformer's default for whole images would be here."""
+    transformer = all(part.kind == "transformer" for part in find_models(pipe))
+    if not transformer or settings.filled(end=0.5).end != 0.5 or settings.end is not None:
+        return settings
+    return replace(settings, end=1 - strength / 2)
 
 
 def _check_strength(strength: float) -> None:

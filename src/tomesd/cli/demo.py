@@ -40,7 +40,10 @@ class Demo:
         from ..generation import compare
 
         console.print(f"Loading the model ({self.model.model})")
+        from ..generation.loading import kind_of
+
         pipe = self.model.load()
+        each = self.merge.each(kind_of(pipe))
         with progress_bar(console) as on_progress:
             comparison = compare(
                 pipe,

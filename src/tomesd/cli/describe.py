@@ -22,8 +22,11 @@ class Describe:
     def run(self, console: Console) -> None:
         import tomesd
 
-        merge = self.merge.checked()
+        self.merge.checked()  # what is wrong is said before the model is loaded
+        from ..generation.loading import kind_of
+
         pipe = self.model.load()
+        merge = self.merge.checked(kind_of(pipe))
         width, height = self.size or (None, None)
         with tomesd.patched(pipe, **asdict(merge)):
             console.print(str(tomesd.describe(pipe, height, width, self.num_frames)))

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..files import check_writable
+from ..presets import Kind
 from .options import ModelOptions, PromptOptions, RatiosOptions, SamplingOptions
 from .progress import about, progress_bar
 
@@ -60,16 +61,17 @@ class Eval:
         self.merge.each()
         check_writable(self.out, folder=True)
         from .. import evaluation
-        from ..generation.loading import denoiser
+        from ..generation.loading import denoiser, kind_of
 
         processes = evaluation.Processes(self.model.device)
         if not processes.is_main:
             console = Console(quiet=True)
         original = None if self.original is None else evaluation.load_original(self.original)
-        variants, items = self._variants(original), self.prompt.items()
+        items = self.prompt.items()
         reference = None if self.reference is None else evaluation.Reference.of(self.reference)
         console.print(f"Loading the model ({self.model.model})")
         pipe = replace(self.model, device=processes.device(self.model.device)).load()
+        variants = self._variants(original, kind_of(pipe))
         definition = evaluation.define(
             pipe,
             model={key: value for key, value in asdict(self.model).items() if key != "device"},
@@ -108,10 +110,10 @@ class Eval:
             _print(console, results, self.out)
         processes.close()
 
-    def _variants(self, original: ModuleType | None) -> "list[evaluation.Variant]":
+    def _variants(self, original: ModuleType | None, kind: Kind) -> "list[evaluation.Variant]":
         from .. import evaluation
 
-        each = self.merge.each()
+        each = self.merge.each(kind)
         ratios = [settings.ratio for settings in each]
         vary = evaluation.parse_vary(self.vary)
         return evaluation.make_variants(ratios, each[0], vary, original)

@@ -49,8 +49,10 @@ class Generate:
             raise ValueError(f"images={self.images}: must be at least 1")
         check_writable(self.out, folder=True)
         from ..generation import save_image
+        from ..generation.loading import kind_of
 
         pipe = self.model.load()
+        merge = self.merge.checked(kind_of(pipe))
         seeds = range(merge.seed, merge.seed + self.images)
         wanted = [(prompt, seed) for prompt in prompts for seed in seeds]
         written = set[Path]()

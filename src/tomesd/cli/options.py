@@ -35,21 +35,22 @@ class MergeOptions(Settings):
     def __post_init__(self) -> None:
         """Checks nothing: while the command line is parsed, an error would come out garbled."""
 
-    def checked(self) -> Settings:
-        return Settings(**{**self.base(), **self.given()})
+    def checked(self, kind: presets.Kind = "unet") -> Settings:
+        """The settings for a kind of model, on which a preset depends."""
+        return Settings(**{**self.base(kind), **self.given()})
 
     def given(self) -> dict[str, Any]:
         """What the command line says, also where it is the default: it wins over a preset."""
         names = self.named | presets.changed(self).keys()
         return {f.name: getattr(self, f.name) for f in fields(Settings) if f.name in names}
 
-    def base(self) -> dict[str, Any]:
+    def base(self, kind: presets.Kind = "unet") -> dict[str, Any]:
         """What the settings file or the preset says."""
         if self.settings is not None and self.preset is not None:
             raise ValueError("give either --settings or --preset")
         if self.settings is not None:
             return presets.load(self.settings)
-        return {} if self.preset is None else presets.preset(self.preset)
+        return {} if self.preset is None else presets.preset(self.preset, kind)
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class RatiosOptions(MergeOptions):
     """Shares of the tokens to remove: 0.25, 0.5 and 0.75 if not given, or with --settings or
     --preset what these say."""
 
-    def each(self) -> list[Settings]:
+    def each(self, kind: presets.Kind = "unet") -> list[Settings]:
         """The settings with each of the ratios."""
-        merge = self.checked()
+        merge = self.checked(kind)
         ratios = self.ratios
         if ratios is None:
-            ratios = (merge.ratio,) if self.base() else (0.25, 0.5, 0.75)
+            ratios = (merge.ratio,) if self.base(kind) else (0.25, 0.5, 0.75)
         if not ratios:
             raise ValueError("ratios: there must be at least one")
         return [replace(merge, ratio=ratio) for ratio in ratios]

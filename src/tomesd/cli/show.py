@@ -50,7 +50,10 @@ class Show:
         from ..generation.maps import map_at, map_title, three_steps
 
         picture = None if self.image is None else _open(self.image)
+        from ..generation.loading import kind_of
+
         pipe = self.model.load()
+        merge = self.merge.checked(kind_of(pipe))
         steps_shown = three_steps(steps) if self.step is None else (self.step,)
         if picture is not None:
             picture = _fit(pipe, picture, self.sampling.size)

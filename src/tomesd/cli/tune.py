@@ -139,7 +139,7 @@ class Tune:
             "model": asdict(self.model),
             "sampling": asdict(sampling),
             "prompt": asdict(self.prompt),
-            "merge": {**self.merge.base(), **self.merge.given()},
+            "merge": {"preset": self.merge.preset, **self.merge.base(), **self.merge.given()},
             "batch": self.batch,
             "repeats": self.repeats,
             "lpips": self.lpips,
@@ -158,7 +158,8 @@ class Tune:
         from ..evaluation.search_space import first_options, search_space
         from ..evaluation.tuning import search
 
-        given, base = self.merge.given(), self.merge.base()
+        given = self.merge.given()
+        base = self.merge.base("unet" if levels else "transformer")
         space = search_space(levels, given)
         searched = {choice.name for choice in space}
         # Of a settings file, what the search does not try stays; the rest is where it starts.

@@ -16,7 +16,7 @@ from .. import presets
 from ..settings import Settings
 from .options import ImageOptions, MergeOptions, ModelOptions
 
-EMBEDDED = ("demo",)
+EMBEDDED = ("unet", "transformer")
 
 
 @dataclass(frozen=True)

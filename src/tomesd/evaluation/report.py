@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..choices import DEMO_MODEL
+from ..choices import EMBEDDED
 from ..files import whole_file, write_text
 from ..presets import changed, numbered
 from ..settings import Settings
@@ -56,7 +56,7 @@ def write_report(
     page = _template().render(
         definition=definition,
         options=_options(definition),
-        demo=definition.model.get("model") == DEMO_MODEL,
+        demo=definition.model.get("model") in EMBEDDED,
         scoring={"reference": None, "networks": {}, "resamples": {}, "versions": {}, **scoring},
         missing=missing,
         with_memory=any(result.peak_mib is not None for result in results),

@@ -4,11 +4,12 @@ import json
 import logging
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ..choices import DEMO_MODEL, EMBEDDED, Dtype, Offload
+from ..hosts import find_models
 
 
 class LoadError(RuntimeError):
@@ -72,6 +73,15 @@ def denoiser_name(pipe: Any) -> str:
         if getattr(pipe, name, None) is not None:
             return name
     raise LoadError(f"{type(pipe).__name__} has neither a unet nor a transformer")
+
+
+def kind_of(pipe: Any) -> Literal["unet", "transformer"]:
+    """What presets depend on.
+
+    Raises:
+        UnsupportedModelError: no tokens can be merged in it.
+    """
+    return find_models(pipe)[0].kind
 
 
 def pick_device(device: str) -> torch.device:

@@ -184,6 +184,11 @@ class TestDecisions:
             differ += one != many
         assert differ > 0
 
+    def test_what_is_told_is_of_the_call_as_it_is(self, ask: Any) -> None:
+        one, both = (ask(SLOW_GPU, 512, batch=n)[1] for n in (1, 2))
+        assert one.pays == both.pays
+        assert one.before < 0.6 * both.before and one.after < 0.6 * both.after
+
     @pytest.mark.parametrize("images", [1, 3, 8])
     def test_comfyui_says_which_halves_are_in_a_call(self, images: int) -> None:
         def judged(batch: int, halves: list[int]) -> float:

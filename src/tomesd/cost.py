@@ -20,6 +20,7 @@ __all__ = [
     "Work",
     "compare",
     "count_layers",
+    "expect",
     "outline",
     "outline_blocks",
 ]
@@ -56,6 +57,11 @@ class Work:
             self.kernels - other.kernels,
             self.launches - other.launches,
         )
+
+    def on_share(self, share: float) -> "Work":
+        """The same on a share of the items, which takes as many kernels."""
+        device = (share * self.operations, share * self.attention, share * self.moved)
+        return Work(*device, self.kernels, self.launches)
 
     def seconds(self, machine: Machine) -> float:
         device = self.operations / machine.operations + self.attention / machine.attention
@@ -157,16 +163,24 @@ def compare(machine: Machine, model: Work, changes: Sequence[tuple[Work, Work]])
         model: all that it does unchanged.
         changes: for each, what a part of the model does without it and with it.
     """
-    before = model.seconds(machine)
-    best, pays, everywhere = before, [], model
+    changed, pays = model, []
     for old, new in changes:
+        more = changed + (new - old)
+        pays.append(bool(more.seconds(machine) < changed.seconds(machine)))
+        changed = more if pays[-1] else changed
+    return expect(machine, model, changes, tuple(pays))
+
+
+def expect(
+    machine: Machine, model: Work, changes: Sequence[tuple[Work, Work]], pays: tuple[bool, ...]
+) -> Verdict:
+    """What is expected of a decision; see `compare`."""
+    after = everywhere = model
+    for (old, new), pay in zip(changes, pays, strict=True):
         everywhere += new - old
-        changed = model + (new - old)
-        seconds = changed.seconds(machine)
-        pays.append(bool(seconds < best))
-        if pays[-1]:
-            model, best = changed, seconds
-    return Verdict(tuple(pays), before, best, everywhere.seconds(machine))
+        after = after + (new - old) if pay else after
+    works = (model, after, everywhere)
+    return Verdict(pays, *[work.seconds(machine) for work in works])
 
 
 # Layers by the name of the attribute of a block, the first that fits. What works on the text, or on

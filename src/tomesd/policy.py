@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
-from .cost import Layers, Level, Verdict, Work, compare
+from .cost import Layers, Level, Verdict, Work, compare, expect
 from .grids import level_merges, level_of, removable
 from .machine import Launcher, find_launcher, machine_of
 from .selectors import Selector
@@ -248,13 +248,19 @@ def _judge(
             merged = _merged(change, settings, call.patch.selector, items, size, triton, launcher)
         pairs.append((before, merged))
     machine = machine_of(x.device, x.dtype)
-    verdict = compare(machine.run_by(launcher), model, pairs)
+    whole = model
+    verdict = compare(machine.run_by(launcher), whole, pairs)
+    if call.fullness != 1:
+        share = 1 / call.fullness
+        model = whole.on_share(share)
+        own = [(old.on_share(share), new.on_share(share)) for old, new in pairs]
+        verdict = expect(machine.run_by(launcher), model, own, verdict.pays)
     call.verdict = verdict
     if not torch.compiler.is_compiling():
         _tell_once(call, verdict)
     in_graphs = [False for _ in changes]
     if machine.apart and x.device.type != "mps":
-        in_graphs = list(compare(machine.run_by("graph"), model, pairs).pays)
+        in_graphs = list(compare(machine.run_by("graph"), whole, pairs).pays)
     told = zip(verdict.pays, in_graphs, strict=True)
     return tuple([_word(pays, in_graph) for pays, in_graph in told])
 
@@ -387,7 +393,7 @@ def _matching(selector: Selector, parts: tuple[Segment, ...]) -> tuple[int, int]
 def expectation(verdict: Verdict) -> str:
     """What the rule expects, in words."""
     before, after = 1000 * verdict.before, 1000 * verdict.after
-    if verdict.after < verdict.before:
+    if any(verdict.pays):
         return f"expected to be {verdict.gain:.2f}x as fast, {before:.3g} to {after:.3g} ms a call"
     merged = 1000 * verdict.everywhere
     return f"expected to take {merged:.3g} ms a call merged, and {before:.3g} ms unmerged"

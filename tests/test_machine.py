@@ -15,7 +15,7 @@ from tomesd import machine
 from tomesd.cli.run import run
 from tomesd.machine import Machine, cache_file, machine_of
 
-MEASURE = machine._measure
+MEASURE, READ = machine._measure, machine._read
 HERE = torch.device("cpu")
 RATES = Machine(1e11, 2e11, 3e10, 4e-6, apart=False)
 
@@ -25,6 +25,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[t
     """What has been measured, in an empty cache folder."""
     made: list[torch.dtype] = []
     monkeypatch.setenv("TOMESD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine, "_read", READ)
     monkeypatch.setattr(machine, "_measure", lambda _, dtype: made.append(dtype) or RATES)
     yield made
 

@@ -183,13 +183,14 @@ class _Change:
 
 def _judge_unet_once(call: Call, x: Tensor, score_heads: int) -> None:
     """Has the model judged, or remembers what was said about the same question."""
-    patch = call.patch
-    if torch.compiler.is_compiling() or call.settings is not patch.settings:
+    patch, settings = call.patch, call.settings
+    own = settings is patch.settings or settings is patch.by_selector.get(settings.selector)
+    if torch.compiler.is_compiling() or not own:
         call.left_alone = _judge_unet(call, x, score_heads)
         return
     launcher = find_launcher(x.device)
     asked = (call.size, x.shape[0], x.dtype, x.device, launcher)
-    key = (*asked, call.ratio, call.fullness, score_heads)
+    key = (*asked, settings.selector, call.ratio, call.fullness, score_heads)
     if key not in patch.judged:
         if len(patch.judged) >= 64:
             patch.judged.clear()
@@ -245,7 +246,7 @@ def _judge(
         model += before
         merged = before
         if change.segments:
-            merged = _merged(change, settings, call.patch.selector, items, size, triton, launcher)
+            merged = _merged(change, settings, call.selector, items, size, triton, launcher)
         pairs.append((before, merged))
     machine = machine_of(x.device, x.dtype)
     whole = model
@@ -392,11 +393,13 @@ def _matching(selector: Selector, parts: tuple[Segment, ...]) -> tuple[int, int]
 
 def expectation(verdict: Verdict) -> str:
     """What the rule expects, in words."""
-    before, after = 1000 * verdict.before, 1000 * verdict.after
+    before, after, everywhere = [
+        f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
+        for seconds in (verdict.before, verdict.after, verdict.everywhere)
+    ]
     if any(verdict.pays):
-        return f"expected to be {verdict.gain:.2f}x as fast, {before:.3g} to {after:.3g} ms a call"
-    merged = 1000 * verdict.everywhere
-    return f"expected to take {merged:.3g} ms a call merged, and {before:.3g} ms unmerged"
+        return f"expected to be {verdict.gain:.2f}x as fast, {before} to {after} ms a call"
+    return f"expected to take {everywhere} ms a call merged, and {before} ms unmerged"
 
 
 def explain_nothing(call: Call) -> str:

@@ -101,7 +101,7 @@ def apply_patch(
     except BaseException:
         remove_patch(model)  # nothing is half applied
         raise
-    for part, patch in zip(prepared.found, prepared.patches, strict=True):
+    for part, (_, patch) in zip(prepared.found, prepared.parts, strict=True):
         _measure_ahead(part.module, patch.settings)
     _log.info("merging tokens in %s", ", ".join(part.name for part in prepared.found))
     return model

@@ -1,5 +1,25 @@
-"""Triton decides when it is imported, by whichever test, whether it interprets its kernels."""
+"""What all tests have in common: how Triton runs, and the machine that merging is judged by."""
 
 import os
+import tempfile
+from collections.abc import Iterator
 
+import pytest
+
+# Triton decides when it is imported, by whichever test, whether it interprets its kernels.
 os.environ["TRITON_INTERPRET"] = "1"
+# Nothing is read from, or left in, the user's folder; what tests start inherits it.
+os.environ["TOMESD_CACHE"] = tempfile.mkdtemp(prefix="tomesd-tests-")
+
+
+@pytest.fixture(autouse=True)
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine on which all that saves operations pays: the models of the tests are tiny, and what
+    a test sees must not depend on where it runs."""
+    from tomesd import machine
+
+    slow = machine.Machine(1e6, 1e6, 1e12, 1e-9, apart=False)
+    monkeypatch.setattr(machine, "_known", {})
+    monkeypatch.setattr(machine, "_read", lambda _: {})  # what a command in another test measured
+    monkeypatch.setattr(machine, "_measure", lambda *_: slow)
+    yield

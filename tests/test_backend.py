@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from tomesd import cost
 from tomesd.kernels import backend, triton_search, use_triton
 
 CUDA = torch.device("cuda", 0)
@@ -159,16 +158,3 @@ def test_tiles_are_as_large_as_the_memory_allows(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     metric: Any = SimpleNamespace(is_cuda=True, device=CUDA, dtype=dtype)
     assert triton_search._tiles(metric, 64)["BLOCK_D"] == width
-
-
-@pytest.mark.parametrize(
-    ("hip", "numbers", "tflops"),
-    [(None, (9, 0), 7.5), ("6.2", (9, 0), 1.7), ("6.2", (9, 4), 4.3), ("6.2", (8, 0), 1.0)],
-)
-def test_the_estimate_takes_no_rocm_gpu_for_one_of_nvidia(
-    monkeypatch, hip, numbers, tflops
-) -> None:
-    properties = SimpleNamespace(major=numbers[0], minor=numbers[1], multi_processor_count=100)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert cost._gpu_operations(0) == pytest.approx(cost._EFFICIENCY * tflops * 100 * 1e6)

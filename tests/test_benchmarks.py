@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import quality
+import rule
 from cases import CASES
 from quality_settings import SECTIONS, TAU_40, Section, ours
 
 from tomesd.bench.rows import read_rows
+from tomesd.files import json_lines
 from tomesd.generation import load_pipeline
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -69,3 +71,17 @@ def test_images_are_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "psnr" not in images[0] and "speedup" not in timed[0]
     assert all(timed[1][name] > 0 for name in ("speedup", "speedup_unfused", "mib_unfused"))
     assert images[1]["settings"] == timed[1]["settings"] == {"when": "always", "ratio": 0.5}
+
+
+def test_the_decisions_in_the_rows_are_those_of_the_rule(tmp_path: Path) -> None:
+    """Those about one UNet; all of them would take long."""
+    for name in ("gpu", "compiled"):
+        rows = [row for row in read_rows(RESULTS / f"{name}.jsonl") if row["model"] == "sd15"]
+        (tmp_path / f"{name}.jsonl").write_text(json_lines(rows))
+    now = [row for row in rule.measured(tmp_path) if row["section"] in ("graph", "compile")]
+    kept = [row for row in read_rows(RESULTS / "rule.jsonl") if row["setting"].startswith("SD1.5")]
+    kept = [row for row in kept if row["section"] in ("graph", "compile")]
+    assert len(now) > 10
+    # How long the host takes for a kernel comes from other models too.
+    names = ("setting", "label", "mode", "merges", "measured")
+    assert [[r[n] for n in names] for r in now] == [[r[n] for n in names] for r in kept]

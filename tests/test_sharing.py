@@ -1,24 +1,18 @@
-"""How long a plan is used, and where merging is left out because it does not pay."""
+"""How long a plan is used."""
 
 import copy
 import pickle
 import threading
-import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import zoo_ldm
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch._dynamo.testing import CompileCounterWithBackend
 from zoo_diffusers import HOSTS, call, make_sd_pipeline
 
 import tomesd
-from tomesd import kernels, policy
-from tomesd.cost import Device, find_launcher, merging_pays
-from tomesd.kernels import Cells
+from tomesd import kernels
 from tomesd.patch import patch_of
 
 SD1, SDXL = HOSTS["sd1"], HOSTS["sdxl"]
@@ -203,176 +197,6 @@ def test_a_whole_pipeline_with_kept_plans(matchings: list) -> None:
     assert len(matchings) % 2 == 0 and 0 < len(matchings) <= 2 * 2 * 7 / 4 + 2
 
 
-class TestBreakEven:
-    SLOW_LAUNCH = Device(operations=1e9, bytes=1e7, launch=100.0)
-
-    def pays(self, device: Device, side: int, remove: float = 0.5, **more: Any) -> bool:
-        cells = Cells.of(side, side, 2, 2)
-        options = {"batch": 2, "channels": 320, "uses": 1, "item_size": 2} | more
-        options = {"target": "attn", "blocks": 1, "model_blocks": 16} | options
-        removes = {options.pop("kinds", ("attn",)): cells.removable(remove)}
-        return merging_pays(device, cells=cells, removes=removes, **options)
-
-    def test_what_takes_shorter_than_a_launch_does_not_pay(self) -> None:
-        assert not self.pays(self.SLOW_LAUNCH, 16)
-        assert self.pays(self.SLOW_LAUNCH, 256)
-
-    def test_more_of_everything_that_is_saved_pays_sooner(self) -> None:
-        def smallest(**more: Any) -> int:
-            return next(
-                side for side in range(8, 600, 4) if self.pays(self.SLOW_LAUNCH, side, **more)
-            )
-
-        plain = smallest()
-        everything = ("attn", "crossattn", "mlp")
-        assert smallest(batch=16) < plain
-        assert smallest(uses=10) < plain
-        assert smallest(channels=1280, kinds=everything) < smallest(kinds=everything)
-        assert smallest(remove=0.75) <= plain <= smallest(remove=0.25)
-
-    def test_the_host_counts_unless_a_graph_is_replayed(self) -> None:
-        eager = Device(operations=4e8, bytes=4e6, launch=2.5, host=30.0)
-        graph = Device(operations=4e8, bytes=4e6, launch=2.5)
-        assert self.pays(graph, 64) and not self.pays(eager, 64)
-        assert self.pays(eager, 128)
-        # Attention at the finest level would gain, but the rest of a deep model waits for the host.
-        deep = {"channels": 640, "blocks": 2, "model_blocks": 70}
-        assert self.pays(graph, 64, **deep) and not self.pays(eager, 64, **deep)
-        assert self.pays(eager, 64, batch=8, **deep)
-
-    H200 = Device(operations=4.5e8, bytes=3.7e6, launch=2.5, host=50.0, plan=700.0)
-
-    def test_what_is_saved_must_be_worth_the_time_of_the_host(self) -> None:
-        """SDXL at 1024 px: with four images the GPU saves less than the host needs for plans."""
-        deep = {"channels": 640, "blocks": 2, "model_blocks": 70}
-        assert not self.pays(self.H200, 64, batch=8, **deep)
-        assert self.pays(self.H200, 64, batch=16, **deep)
-
-    def test_attention_that_writes_its_scores_pays_sooner(self) -> None:
-        """Stable Diffusion 1.5 at 512 px, with default windows."""
-        cells = Cells.of(64, 64, 2, 2, 8)
-
-        def pays(ratio: float, batch: int, score_heads: int, target: str = "attn") -> bool:
-            return merging_pays(
-                self.H200,
-                batch=batch,
-                channels=320,
-                cells=cells,
-                removes={("attn",): cells.removable(ratio)},
-                target=target,
-                blocks=1,
-                model_blocks=16,
-                uses=1,
-                item_size=2,
-                score_heads=score_heads,
-            )
-
-        assert pays(0.1, batch=16, score_heads=8) and not pays(0.1, batch=16, score_heads=0)
-        assert pays(0.2, 16, 8, "kv") and not pays(0.2, 16, 0, "kv")
-        # One image takes as long as the host does, whatever its attention writes.
-        assert not pays(0.5, batch=2, score_heads=0) and not pays(0.5, batch=2, score_heads=8)
-        # And with four, it is the scores that take longer.
-        assert pays(0.5, batch=8, score_heads=8) and not pays(0.5, batch=8, score_heads=0)
-
-    def test_layers_are_left_alone_and_the_user_is_told(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(policy.Device, "of", lambda *_, **__: self.SLOW_LAUNCH)
-        model = SD1.build()
-        plain = run(model)
-        tomesd.apply_patch(model, 0.5)
-        with pytest.warns(tomesd.MergeWarning, match='longer than merging saves; when="always"'):
-            assert torch.equal(run(model), plain)
-        assert "left alone: not faster" in str(tomesd.describe(model, 128, 128))
-        tomesd.apply_patch(model, 0.5, when="always")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", tomesd.MergeWarning)
-            assert not torch.equal(run(model), plain)
-        assert "left alone" not in str(tomesd.describe(model, 128, 128))
-
-    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-    def test_where_the_host_is_in_the_way_the_user_is_told_what_to_do(
-        self, monkeypatch: pytest.MonkeyPatch, compiled: bool
-    ) -> None:
-        free = replace(self.SLOW_LAUNCH, operations=1e4, launch=0.0)
-        waits = replace(free, host=1e6)
-
-        def device(_: torch.device, launcher: str) -> Device:
-            return free if launcher == "graph" else waits
-
-        monkeypatch.setattr(policy.Device, "of", device)
-        model = SD1.build()
-        plain = run(model)
-        tomesd.apply_patch(model, 0.5)
-        assert "left alone: pays in CUDA graphs only" in str(tomesd.describe(model, 128, 128))
-        runs = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
-        with pytest.warns(tomesd.MergeWarning, match=r'the host, .*"reduce-overhead".*pays'):
-            torch.testing.assert_close(run(runs), plain)
-
-    def test_kernels_are_loaded_before_a_graph_is_captured(
-        self, monkeypatch: pytest.MonkeyPatch, matchings: list
-    ) -> None:
-        """Eager mode leaves alone what a graph would merge, and no kernel loads in a capture."""
-        free = replace(self.SLOW_LAUNCH, operations=1e4, launch=0.0)
-
-        def device(_: torch.device, launcher: str) -> Device:
-            return free if launcher == "graph" else replace(free, host=1e6)
-
-        monkeypatch.setattr(policy.Device, "of", device)
-        model = SD1.build()
-        plain = run(model)
-        tomesd.apply_patch(model, 0.5)
-        with pytest.warns(tomesd.MergeWarning, match="pays"):
-            assert torch.equal(run(model), plain)
-        assert set(matchings) == {(16, 16)}
-        loaded = len(matchings)
-        assert torch.equal(run(model), plain)
-        assert len(matchings) == loaded  # once for each shape
-
-    def test_only_cuda_has_graphs(self) -> None:
-        for name in ("cpu", "mps"):
-            device = torch.device(name)
-            assert Device.of(device, "graph") == Device.of(device, "eager")
-
-
-class Unknown(AttnProcessor):
-    """A processor that we cannot know."""
-
-
-@pytest.fixture
-def score_heads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What the rule was told about attention."""
-    told: list[int] = []
-
-    def record(*args: Any, **options: Any) -> bool:
-        told.append(options["score_heads"])
-        return merging_pays(*args, **options)
-
-    monkeypatch.setattr(policy, "merging_pays", record)
-    policy._pays.cache_clear()
-    return told
-
-
-@pytest.mark.parametrize("fused", [AttnProcessor2_0, Unknown])
-def test_the_rule_follows_the_processor(fused: type, score_heads: list[int]) -> None:
-    model = tomesd.apply_patch(SD1.build(), 0.5)
-    # What has been found out about a shape is not asked again.
-    for processor, told in ((fused(), {0}), (AttnProcessor(), {4}), (fused(), set())):
-        score_heads.clear()
-        model.set_attn_processor(processor)
-        run(model)
-        assert set(score_heads) == told
-
-
-@pytest.mark.parametrize(
-    ("name", "heads"), [("ldm-sd1", 2), ("compvis", 2), ("sgm", 0), ("comfy-unet", 0)]
-)
-def test_the_rule_knows_the_attention_of_ldm(name: str, heads: int, score_heads: list[int]) -> None:
-    host = next(host for host in zoo_ldm.HOSTS if host.name == name)
-    host.run(tomesd.apply_patch(host.build(), 0.5))
-    assert set(score_heads) == {heads}
-
-
 @pytest.mark.parametrize(
     ("options", "window"),
     [
@@ -434,27 +258,3 @@ def test_a_backend_that_cannot_serve_raises_when_the_model_runs(
     model = tomesd.apply_patch(SD1.build(), 0.5, backend="triton")
     with pytest.raises(RuntimeError, match=r'backend="triton" cannot be used here: .* on cpu'):
         run(model)
-
-
-@pytest.mark.parametrize(
-    ("options", "launcher"),
-    [
-        ({}, "compiled"),
-        ({"mode": "reduce-overhead"}, "graph"),
-        ({"mode": "max-autotune"}, "graph"),
-        ({"options": {"triton.cudagraphs": True}}, "graph"),
-        ({"backend": "eager"}, "compiled"),
-    ],
-    ids=str,
-)
-def test_the_mode_of_the_compiler_is_known(options: dict[str, Any], launcher: str) -> None:
-    torch._dynamo.reset()
-    words = {"eager": 1, "compiled": 2, "graph": 3}
-
-    def told(x: torch.Tensor) -> torch.Tensor:
-        return x + words[find_launcher(x.device)]
-
-    assert find_launcher(torch.device("cpu")) == "eager"
-    compiled = torch.compile(told, fullgraph=True, **options)
-    assert compiled(torch.zeros(1)).item() == words[launcher]
-    torch._dynamo.reset()

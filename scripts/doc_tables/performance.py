@@ -237,5 +237,79 @@ def memory_cpu(results: Results) -> Table:
     return Table(["tokens", "merged, r = 0.5", "unpatched", ORIGINAL, OURS], lines)
 
 
+def rule(results: Results) -> Table:
+    """What `when="if_faster"` decides, against what was measured last."""
+    last = {}
+    for row in results.file("rule"):
+        if "mode" in row and (row["launch_measured"] or row["launch"] != QUICK):
+            names = ("section", "mode", "setting", "label", "ratio")
+            last[tuple(str(row[name]) for name in names)] = row
+    lines = [
+        [
+            row["setting"] + ("" if " r ." in row["setting"] else f", r {row['ratio']:g}"),
+            row["mode"],
+            row["label"] if row["label"] in (EVERY_BLOCK, STACKS) else "-",
+            "-" if row["launch"] == 0 else f"{1e6 * row['launch']:.0f}" + unknown_host(row),
+            "merges" if row["merges"] else "left alone",
+            times(row["expected"]),
+            times(row["measured"]),
+            f"{percent(loss(row))}" if loss(row) else "-",
+        ]
+        for row in last.values()
+        if row["label"] not in (KEPT, EVERY_STEP, IF_FASTER)
+    ]
+    header = ["setting", "mode", "plan", "host, us", "decision", "expected", "measured"]
+    return Table([*header, "a wrong sign costs"], lines)
+
+
+QUICK = 5e-6
+"""Seconds that a quick host takes to start a kernel."""
+
+
+def unknown_host(row: Row) -> str:
+    return "" if row["launch_measured"] else " (assumed)"
+
+
+def loss(row: Row) -> float:
+    """What the wrong decision costs, as a share of the time of the right one; 0 if it is right."""
+    gain = row["measured"]
+    if gain is None or row["merges"] == (gain > 1):
+        return 0.0
+    return float(max(gain, 1 / gain) - 1)
+
+
+def wrong_signs(results: Results) -> Table:
+    """How often the rule is wrong, over all rows that tell how long merging takes."""
+    groups: dict[str, list[Row]] = {}
+    for row in results.file("rule"):
+        if row.get("measured") is not None:
+            host = "starts one graph" if row["launch"] == 0 else f"{1e6 * row['launch']:.0f} us"
+            known = "measured in the same run" if row["launch_measured"] else f"{host}, assumed"
+            groups.setdefault(host if row["launch"] == 0 else known, []).append(row)
+    lines = []
+    for host, rows in groups.items():
+        wrong = [row for row in rows if loss(row)]
+        clear = [row for row in wrong if loss(row) > row["noise"]]
+        most = percent(max((loss(row) for row in wrong), default=0.0))
+        lines.append([host, str(len(rows)), str(len(wrong)), str(len(clear)), most])
+    header = ["host", "decisions", "wrong signs", "by more than the spread", "the worst costs"]
+    return Table(header, lines)
+
+
+def rule_elsewhere(results: Results) -> Table:
+    """What the rule would decide on GPUs that nothing was measured on."""
+    found: dict[str, dict[tuple[str, float], Row]] = {}
+    for row in results.file("rule"):
+        if row.get("simulated"):
+            found.setdefault(row["setting"], {})[(row["machine"], row["launch"])] = row
+    columns = list(dict.fromkeys(key for rows in found.values() for key in rows))
+    lines = [
+        [name, *(times(rows[c]["expected"]) if rows[c]["merges"] else "-" for c in columns)]
+        for name, rows in found.items()
+    ]
+    titles = [f"{name}, {1e6 * launch:.0f} us" for name, launch in columns]
+    return Table(["simulated", *titles], lines)
+
+
 def rows_of(found: Iterable[Comparison]) -> list[Row]:
     return [row for one in found for row in one]

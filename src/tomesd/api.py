@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .hosts import FoundModel, Site, find_models, find_modules, find_timeline
+from .machine import machine_of
 from .patch import patch_of, restore, swap
 from .presets import Preset
 from .presets import preset as preset_options
@@ -100,6 +101,8 @@ def apply_patch(
     except BaseException:
         remove_patch(model)  # nothing is half applied
         raise
+    for part, (_, patch) in zip(prepared.found, prepared.parts, strict=True):
+        _measure_ahead(part.module, patch.settings)
     _log.info("merging tokens in %s", ", ".join(part.name for part in prepared.found))
     return model
 
@@ -148,7 +151,14 @@ def _make_patch(model: Any, part: FoundModel, asked: Settings) -> Patch:
     settings = part.settings(asked)
     timeline = part.timeline(find_timeline(model))
     timeline.check(settings)
-    return Patch(settings, asked, part.rooted, timeline, part.blocks)
+    return Patch(settings, asked, part.rooted, timeline, part.blocks, part.outline())
+
+
+def _measure_ahead(module: nn.Module, settings: Settings) -> None:
+    """Measures a GPU that the model is on: a compiled model asks when nothing may be measured."""
+    weight = next(module.parameters(), None)
+    if weight is not None and weight.is_cuda and settings.when == "if_faster":
+        machine_of(weight.device, weight.dtype)
 
 
 def _swap_all(sites: list[Site], patch: Patch) -> None:

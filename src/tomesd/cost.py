@@ -1,240 +1,343 @@
-"""When merging pays: an estimate of what it saves and what it costs in a block.
+"""When merging pays: what a model does, counted from its modules, and what merging changes.
 
-The estimate knows shapes and the kind of device, and takes no measurements: the same model on the
-same machine always merges the same layers. What it has to get right is the sign, far from the
-break-even, so the numbers are round ones; docs/performance.md shows what they lead to.
+A model takes as long as its device or its host does, whichever is slower. So merging is judged for
+the model as a whole: it pays where that time falls.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-import torch
+from torch import nn
 
-from .kernels import Cells
+from .machine import Machine
 
-__all__ = ["Device", "Launcher", "find_launcher", "merging_pays"]
-
-# Share of the matrix units' peak that layers of this size reach, and how many operations they do in
-# the time that one byte takes to move.
-_EFFICIENCY = 0.45
-_OPERATIONS_PER_BYTE = 120
-
-# Dense half-precision Tflop/s of a multiprocessor, by compute capability. ROCm has numbers of its
-# own, in which (9, 0) is no Hopper.
-_TFLOPS_PER_MULTIPROCESSOR = {
-    (7, 0): 1.6,
-    (7, 5): 0.9,
-    (8, 0): 2.9,
-    (8, 6): 0.9,
-    (8, 9): 1.3,
-    (9, 0): 7.5,
-    (10, 0): 15.0,
-    (12, 0): 1.2,
-}
-_TFLOPS_PER_ROCM_MULTIPROCESSOR = {(9, 0): 1.7, (9, 4): 4.3}  # MI200, MI300
-
-
-Launcher = Literal["eager", "compiled", "graph"]
-"""Who starts kernels: PyTorch, the code that torch.compile makes, or a CUDA graph."""
-
-# Microseconds that a slow host takes to start a kernel, and to have a block make a plan and merge
-# by it. On a fast host, layers that take about as long as that are left alone that would gain a
-# little.
-_HOST: dict[Launcher, tuple[float, float]] = {
-    "eager": (50.0, 700.0),
-    "compiled": (20.0, 80.0),
-    "graph": (0.0, 0.0),
-}
-
-
-def find_launcher(device: torch.device) -> Launcher:
-    """Who will start the kernels of what runs or is traced now."""
-    if torch.compiler.is_compiling():
-        return "graph" if _compiles_to_graphs() else "compiled"
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return "graph" if capturing else "eager"
-
-
-def _compiles_to_graphs() -> bool:
-    """Whether torch.compile runs in a mode that replays CUDA graphs.
-
-    PyTorch has no public way to ask; where this one is closed, the answer is no.
-    """
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
-    except (AttributeError, ImportError):
-        return False
-    compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
-    config = getattr(compiler, "config", None)
-    return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
-
-
-# Constant to the compiler; see kept.py.
-_compiles_to_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _gpu_operations(index: int) -> float:
-    """Operations per microsecond of a GPU."""
-    properties = torch.cuda.get_device_properties(index)
-    on_nvidia = torch.version.hip is None
-    known = _TFLOPS_PER_MULTIPROCESSOR if on_nvidia else _TFLOPS_PER_ROCM_MULTIPROCESSOR
-    per_unit = known.get((properties.major, properties.minor), 1.0)
-    return _EFFICIENCY * per_unit * properties.multi_processor_count * 1e6
-
-
-# Constant to the compiler; see kept.py.
-_gpu_operations._dynamo_marked_constant = True  # type: ignore[attr-defined]
+__all__ = [
+    "Layers",
+    "Level",
+    "Outline",
+    "Verdict",
+    "Work",
+    "compare",
+    "count_layers",
+    "expect",
+    "outline",
+    "outline_blocks",
+]
 
 
 @dataclass(frozen=True)
-class Device:
-    """How fast a device is, in what a microsecond holds."""
+class Work:
+    """What modules do in a call."""
 
-    operations: float
-    """Floating-point operations per microsecond."""
-    bytes: float
-    """Bytes moved per microsecond."""
-    launch: float = 0.0
-    """Microseconds that a kernel takes at least."""
-    host: float = 0.0
-    """Microseconds that the host needs to start a kernel, when it is not replayed from a graph."""
-    plan: float = 0.0
-    """And to make a plan."""
+    operations: float = 0.0
+    """Floating-point operations of linear layers and convolutions."""
+    attention: float = 0.0
+    """The same of attention."""
+    moved: float = 0.0
+    """Bytes read and written."""
+    kernels: float = 0.0
+    launches: float = 0.0
+    """What the host does, in what it takes to start one kernel of PyTorch."""
 
-    @classmethod
-    def of(cls, device: torch.device, launcher: Launcher) -> "Device":
-        if device.type == "cpu":
-            return cls(operations=1e5, bytes=4e4)
-        cuda = device.type == "cuda"
-        rate = _gpu_operations(device.index or 0) if cuda else 1e7
-        host, plan = _HOST[launcher if cuda else "eager"]  # only CUDA has graphs
-        return cls(rate, rate / _OPERATIONS_PER_BYTE, launch=2.5, host=host, plan=plan)
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.operations + other.operations,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.kernels + other.kernels,
+            self.launches + other.launches,
+        )
 
-    def time(self, operations: float, moved: float, kernels: int) -> float:
-        """Microseconds until kernels are done, whether they or their launches take longer."""
-        device = operations / self.operations + moved / self.bytes + kernels * self.launch
-        return max(device, kernels * self.host)
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(
+            self.operations - other.operations,
+            self.attention - other.attention,
+            self.moved - other.moved,
+            self.kernels - other.kernels,
+            self.launches - other.launches,
+        )
+
+    def on_share(self, share: float) -> "Work":
+        """The same on a share of the items, which takes as many kernels."""
+        device = (share * self.operations, share * self.attention, share * self.moved)
+        return Work(*device, self.kernels, self.launches)
+
+    def seconds(self, machine: Machine) -> float:
+        device = self.operations / machine.operations + self.attention / machine.attention
+        device += self.moved / machine.bytes + self.kernels * machine.kernel
+        host = self.launches * machine.launch
+        return max(device, host) if machine.apart else device + host
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """Cost of a kind of layer on N tokens of C channels: per token N C^2, and per pair N^2 C."""
+class Layers:
+    """What layers do for each token, and for each pair of tokens."""
 
-    per_token: float
-    per_pair: float
-    kernels: int
+    operations: float = 0.0
+    """For a token."""
+    pairs: float = 0.0
+    """Operations for a query and a key."""
+    numbers: float = 0.0
+    """Read and written for a token."""
+    kernels: int = 0
 
-    def operations(self, queries: int, keys: int, channels: int) -> float:
-        """Floating-point operations on an image. Keys and values are half of the linear layers."""
-        linear = self.per_token * channels * (queries + keys) / 2
-        return channels * (linear + self.per_pair * queries * keys)
+    def __add__(self, other: "Layers") -> "Layers":
+        return Layers(
+            self.operations + other.operations,
+            self.pairs + other.pairs,
+            self.numbers + other.numbers,
+            self.kernels + other.kernels,
+        )
+
+    def work(self, items: float, queries: float, keys: float, item_size: int) -> Work:
+        """On so many items. Keys and values are half of the linear layers of attention."""
+        tokens = items * (queries + keys) / 2
+        return Work(
+            tokens * self.operations,
+            items * queries * keys * self.pairs,
+            tokens * self.numbers * item_size,
+            self.kernels,
+            self.kernels,
+        )
 
 
-# Linear layers cost 2 C^2 per token: attention has four, cross-attention two on image tokens, and
-# the feed-forward layer, with its gate, twelve. Kernels are those that diffusers launches.
-_LAYERS = {
-    "attn": _Layer(per_token=8, per_pair=4, kernels=6),
-    "crossattn": _Layer(per_token=4, per_pair=0, kernels=6),
-    "mlp": _Layer(per_token=24, per_pair=0, kernels=4),
-}
-# Attention that is not fused writes its scores, reads and writes them for the softmax, and reads
-# them again.
-_SCORE_PASSES = 4
-# Launches of matching, small windows and large ones.
-_MATCH_KERNELS = (3, 4)
-_WIDENING_KERNELS = 10
+@dataclass(frozen=True)
+class Level:
+    """The transformer blocks of a model that work on grids of one size."""
+
+    scale: int
+    """How many times smaller than the latent its feature maps are."""
+    patch_size: int
+    """Side of the square of a feature map that is one token."""
+    channels: int
+    """Of a token."""
+    blocks: int
+    stacks: int
+    """Runs of blocks that follow each other."""
+    place: str = ""
+    """Of its first stack in the model."""
+    kinds: dict[str, Layers] = field(default_factory=dict)
+    """What its blocks do; "rest" is what is in none of the layers that can be merged alone."""
+
+    def __add__(self, other: "Level") -> "Level":
+        names = {*self.kinds, *other.kinds}
+        none = Layers()
+        kinds = {n: self.kinds.get(n, none) + other.kinds.get(n, none) for n in sorted(names)}
+        counts = {"blocks": self.blocks + other.blocks, "stacks": self.stacks + other.stacks}
+        return replace(self, **counts, kinds=kinds)  # type: ignore[arg-type]
 
 
-# A UNet comes through each of its levels in about so many stacks of blocks.
-_STACKS_PER_LEVEL = 5
+@dataclass(frozen=True)
+class Outline:
+    """What a model is made of, as far as its speed goes."""
+
+    levels: tuple[Level, ...] = ()
+    """Finest first."""
+    around: tuple[tuple[int, Layers], ...] = ()
+    """What is around the blocks, by how many times smaller than the latent it is."""
 
 
-def _waits_for_the_host(
-    device: Device,
-    batch: int,
-    tokens: int,
-    channels: int,
-    blocks: int,
-    model_blocks: int,
-    score: int,
-) -> bool:
-    """Whether the model takes as long as the host needs to launch its kernels.
+@dataclass(frozen=True)
+class Verdict:
+    """Where merging pays, and what is expected of it."""
 
-    Then no layer gets faster by doing less. Linear layers do about as many operations at every
-    level of a UNet; attention is large only at the finest.
+    pays: tuple[bool, ...]
+    before: float
+    """Seconds of a call without merging."""
+    after: float
+    """With it, where it pays."""
+    everywhere: float
+    """With it, also where it does not pay."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast a call is expected to be."""
+        return self.before / self.after
+
+
+def compare(machine: Machine, model: Work, changes: Sequence[tuple[Work, Work]]) -> Verdict:
+    """Which changes make a model faster, each on top of those before it.
 
     Args:
-        score: bytes that attention moves for a pair of tokens.
+        model: all that it does unchanged.
+        changes: for each, what a part of the model does without it and with it.
     """
-    per_token = sum(layer.per_token for layer in _LAYERS.values())
-    linear = model_blocks * batch * tokens * per_token * channels**2
-    level_blocks = min(model_blocks, _STACKS_PER_LEVEL * blocks)
-    pairs = level_blocks * batch * tokens**2 * _LAYERS["attn"].per_pair * channels
-    moved = level_blocks * tokens**2 * score
-    kernels = model_blocks * sum(layer.kernels for layer in _LAYERS.values())
-    return (linear + pairs) / device.operations + moved / device.bytes < kernels * device.host
+    changed, pays = model, []
+    for old, new in changes:
+        more = changed + (new - old)
+        pays.append(bool(more.seconds(machine) < changed.seconds(machine)))
+        changed = more if pays[-1] else changed
+    return expect(machine, model, changes, tuple(pays))
 
 
-def merging_pays(
-    device: Device,
-    batch: int,
-    channels: int,
-    cells: Cells,
-    removes: dict[tuple[str, ...], int],
-    target: str,
-    blocks: int,
-    model_blocks: int,
-    uses: int,
-    item_size: int,
-    proportional: bool = False,
-    score_heads: int = 0,
-    tokens: int | None = None,
-) -> bool:
-    """Whether a block is faster with merged tokens.
+def expect(
+    machine: Machine, model: Work, changes: Sequence[tuple[Work, Work]], pays: tuple[bool, ...]
+) -> Verdict:
+    """What is expected of a decision; see `compare`."""
+    after = everywhere = model
+    for (old, new), pay in zip(changes, pays, strict=True):
+        everywhere += new - old
+        after = after + (new - old) if pay else after
+    works = (model, after, everywhere)
+    return Verdict(pays, *[work.seconds(machine) for work in works])
+
+
+# Layers by the name of the attribute of a block, the first that fits. What works on the text, or on
+# one vector for the whole image, does little: its kernels count alone.
+_KINDS = (
+    ("", re.compile(r"context|add_|txt|text|caption|mod|ada|emb|temporal")),
+    ("rest", re.compile(r"^norm")),
+    ("crossattn", re.compile(r"attn2|cross")),
+    ("attn", re.compile(r"att|to_q|qkv")),
+    ("mlp", re.compile(r"ff|mlp|feed|net")),
+    ("rest", re.compile("")),
+)
+_TEXT = re.compile(r"to_[kv]$|_[kv]$|to_kv$|kv_linear$")
+_QUERIES = re.compile(r"(to_q|to_qkv|qkv|q_proj|query|\bq)$")
+_NORM = re.compile("Norm")
+# Kernels beside those of linear layers and norms: attention and a sum, a gate and a sum.
+_MORE_KERNELS = {"attn": 2, "crossattn": 2, "mlp": 3}
+_KEYS_OF_TEXT = 77
+
+
+def count_layers(block: nn.Module) -> dict[str, Layers]:
+    """What a transformer block does, by kind of layer."""
+    found: dict[str, Layers] = {}
+    for name, module in block.named_modules():
+        counted = _count(module)
+        if counted is None:
+            continue
+        kind = next(kind for kind, pattern in _KINDS if pattern.search(name))
+        # A linear layer in a norm makes its shift and scale.
+        aside = not kind or (name.startswith("norm") and counted.operations > 0)
+        if aside or (kind == "crossattn" and _TEXT.search(name)):
+            kind, counted = "rest", Layers(kernels=2)
+        if kind not in found and kind in _MORE_KERNELS:
+            counted += Layers(kernels=_MORE_KERNELS[kind])
+        if _QUERIES.search(name) and isinstance(module, nn.Linear):
+            width = module.out_features // (3 if "qkv" in name else 1)
+            if kind == "crossattn":
+                counted += Layers(operations=4.0 * width * _KEYS_OF_TEXT)
+            elif kind == "attn":
+                counted += Layers(pairs=_pairs(width, _heads(block, name)))
+        found[kind] = found.get(kind, Layers()) + counted
+    return found
+
+
+# Softmax takes about as long as so many channels of a head.
+_SOFTMAX = 128
+
+
+def _pairs(width: int, heads: int) -> float:
+    """Operations for a query and a key, in those of heads of 64 channels, which rates are of."""
+    return 4.0 * 64 * heads * (width / heads + _SOFTMAX) / (64 + _SOFTMAX)
+
+
+def _heads(block: nn.Module, projection: str) -> int:
+    """Of the attention that a projection is in; of 64 channels, if it does not say."""
+    attention = block.get_submodule(projection.rpartition(".")[0])
+    for name in ("heads", "num_heads", "n_heads"):
+        found = getattr(attention, name, None)
+        if isinstance(found, int) and found > 0:
+            return found
+    width = getattr(block.get_submodule(projection), "out_features", 64)
+    return max(1, int(width) // 64)
+
+
+# A convolution takes about as long as a linear layer with so many times its operations.
+_CONVOLUTION = 2.0
+
+
+def _count(module: nn.Module) -> Layers | None:
+    """What one layer does for a token; what is computed number by number around it included."""
+    inner = getattr(module, "weight", None)
+    if inner is None or any(True for _ in module.children()):
+        return None
+    if _NORM.search(type(module).__name__):
+        return Layers(numbers=2.0 * inner.numel(), kernels=1)
+    if inner.ndim < 2 or isinstance(module, nn.Embedding):
+        return None
+    take, give = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if isinstance(take, int) and isinstance(give, int):  # quantized weights are packed
+        return Layers(2.0 * take * give, 0.0, 2.0 * (take + give), 1)
+    ends = 2.0 * (inner.shape[0] + inner.shape[1])
+    return Layers(2.0 * _CONVOLUTION * inner.numel(), 0.0, ends, 1)
+
+
+# Modules that are no part of what runs on the latent.
+_ASIDE = re.compile(r"emb|time|hint|label|text|caption|context|txt|controlnet_down|zero_conv")
+
+
+def outline(
+    model: nn.Module, stacks: Iterable[tuple[nn.Module, Sequence[nn.Module], int]]
+) -> Outline:
+    """Counts what a model does.
 
     Args:
-        cells: of an image, or of a frame.
-        removes: tokens to remove, by the kinds of layers that have a plan in common.
-        target: of the settings.
-        blocks: that follow each other.
-        model_blocks: all blocks of the model.
-        uses: blocks that share one matching.
-        item_size: bytes of a number.
-        proportional: whether attention is.
-        score_heads: heads of self-attention that writes its scores to memory; 0 if it is fused.
-        tokens: of all frames and references; None: of one image.
+        stacks: its runs of blocks: the module that gets the feature map, its blocks, and the side
+            of the square of pixels that is one token.
     """
-    tokens = cells.tokens if tokens is None else tokens
-    row = batch * channels * item_size
-    score = _SCORE_PASSES * batch * score_heads * item_size
-    if _waits_for_the_host(device, batch, tokens, channels, blocks, model_blocks, score):
-        return False
-    saved = 0.0
-    kinds = [(kind, remove) for kinds, remove in removes.items() for kind in kinds]
-    for kind, remove in kinds:
-        layer, left = _LAYERS[kind], tokens - remove
-        keys_only = kind == "attn" and target == "kv"
-        queries = tokens if keys_only else left
-        reduced = layer.operations(queries, left, channels)
-        # Merging reads all tokens and writes those left; restoring does the reverse.
-        kernels = 1 if keys_only else 2
-        moved = kernels * (tokens + left) * row
-        if target in ("block", "stack"):  # once for all layers
-            moved //= len(kinds) * (blocks if target == "stack" else 1)
-            kernels = 0
-        if proportional and kind == "attn":  # queries, keys and values are copied into wider heads
-            moved += 2 * (queries + 2 * left) * row
-            kernels += _WIDENING_KERNELS
-        scores = score * tokens**2 if kind == "attn" else 0
-        moved += score * queries * left if kind == "attn" else 0
-        full = batch * layer.operations(tokens, tokens, channels)
-        saved += device.time(full, scores, layer.kernels)
-        saved -= device.time(batch * reduced, moved, layer.kernels + kernels)
-    if target == "stack":
-        uses = blocks
-    comparing = 2.0 * batch * cells.comparisons * (tokens / cells.tokens) * channels
-    launches = _MATCH_KERNELS[0 if cells.window.fits_one_program else 1]
-    matching = max(device.time(comparing, 2 * tokens * row, launches), device.plan)
-    return saved > len(removes) * matching / uses
+    runs = {id(module): (blocks, size) for module, blocks, size in stacks}
+    levels: dict[tuple[int, int], Level] = {}
+    around: dict[int, Layers] = {}
+    inside: set[int] = set()
+    for name, module, scale in _with_scale(model):
+        if id(module) in inside:
+            continue
+        if id(module) in runs:
+            blocks, size = runs[id(module)]
+            inside |= {id(part) for block in blocks for part in block.modules()}
+            level = Level(scale, size, _width(blocks), len(blocks), 1, name, _sum(blocks))
+            key = (scale, size)
+            levels[key] = levels[key] + level if key in levels else level
+            continue
+        counted = _count(module)
+        if counted is not None and not _ASIDE.search(name):
+            more = Layers(numbers=0.5 * counted.numbers, kernels=1)  # an activation, a sum
+            around[scale] = around.get(scale, Layers()) + counted + more
+    found = sorted(levels.values(), key=lambda level: level.scale * level.patch_size)
+    return Outline(tuple(found), tuple(sorted(around.items())))
+
+
+def outline_blocks(blocks: Sequence[nn.Module]) -> Outline:
+    """Counts what a run of blocks does that is, about, the whole model."""
+    return Outline((Level(1, 1, _width(blocks), len(blocks), 1, "", _sum(blocks)),))
+
+
+def _sum(blocks: Sequence[nn.Module]) -> dict[str, Layers]:
+    total: dict[str, Layers] = {}
+    for block in blocks:
+        for kind, layers in count_layers(block).items():
+            total[kind] = total.get(kind, Layers()) + layers
+    return total
+
+
+def _width(blocks: Sequence[nn.Module]) -> int:
+    """Channels of a token: what the first linear layer of attention takes."""
+    for name, module in blocks[0].named_modules():
+        if "att" in name and isinstance(getattr(module, "in_features", None), int):
+            return int(module.in_features)
+    return 1024
+
+
+def _with_scale(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """All modules in the order they run, and how many times smaller than the latent their output
+    is: convolutions with a stride make it smaller, and what is called upsampling larger."""
+    scale = 1
+    children = sorted(model.named_children(), key=lambda child: _turn(child[0]))
+    yield "", model, 1
+    for first, child in children:
+        for name, module in child.named_modules(prefix=first):
+            aside = _ASIDE.search(name)
+            stride = getattr(module, "stride", 1)
+            if isinstance(module, nn.Conv2d | nn.Conv3d) and not aside:
+                scale *= stride[-1] if isinstance(stride, tuple) else stride
+            elif "Upsample" in type(module).__name__ and scale > 1:
+                scale //= 2
+            yield name, module, scale
+
+
+def _turn(name: str) -> int:
+    """UNets keep their middle before or after the way up."""
+    return 2 if re.match(r"up|output|out$|conv_(norm_)?out", name) else 1 if "mid" in name else 0

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .api import patched
+from .cost import Verdict
 from .hosts import FoundModel, UnsupportedModelError, find_models
 from .hosts.inputs import example_inputs
+from .machine import machine_of
 from .patch import original_class, patch_of, role_of
+from .policy import expectation
 from .selectors import plan_flops
 from .settings import Settings
 from .state import Call, Decision, LeftAlone, Patch, Scope, run_inside
@@ -51,6 +54,8 @@ class Part:
     """Floating-point operations of one call without merging; 0 if they are unknown."""
     merged_flops: int
     """The same with merging, what the matching costs included."""
+    verdict: Verdict | None = None
+    """What `when="if_faster"` expects on this machine, in eager mode."""
 
     @property
     def saved(self) -> float:
@@ -60,6 +65,8 @@ class Part:
     def __str__(self) -> str:
         h, w = self.latent
         lines = [f"{self.name}, latent {h}x{w}: {self._summary()}"]
+        if self.verdict is not None and self.settings is not None:
+            lines.append(f"  {expectation(self.verdict)}")
         rows = [("level", "grid", "blocks", "tokens", "merged to")]
         for level in self.levels:
             merged = str(level.merged_tokens) if level.merged_tokens < level.tokens else "-"
@@ -185,27 +192,30 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     if settings.share == "steps":  # nothing made here may be kept for a real call
         settings = replace(settings, share="level")
     flops = merged_flops = 0
-    decisions = _decide(found, patch, settings, size, inputs)
+    weight = next(module.parameters())
+    if settings.when == "if_faster":
+        machine_of(weight.device, weight.dtype)  # nothing can be measured on shapes alone
+    call = _decide(found, patch, settings, size, inputs)
     try:
         flops, _ = _run(module, patch, Settings(ratio=0.0), size, inputs)
-        merged_flops, decisions = _run(module, patch, settings, size, inputs)
+        merged_flops, call = _run(module, patch, settings, size, inputs)
     except RuntimeError as error:
         if not _reads_data(error):
             raise
-    levels = _levels(decisions)
-    return Part(found.name, patch.settings, size, levels, patch.blocks, flops, merged_flops)
+    levels, counts = _levels(call.decisions), (patch.blocks, flops, merged_flops)
+    return Part(found.name, patch.settings, size, levels, *counts, call.verdict)
 
 
 def _decide(
     found: FoundModel, patch: Patch, settings: Settings, size: tuple[int, int], inputs: Any
-) -> list[Decision]:
+) -> Call:
     """What a transformer would merge, found without running it."""
     call = Call(patch, settings, size)
     if found.row is not None:
         root = role_of(found.module)
         assert root is not None
         run_inside(Scope(call), root.run, found.module, patch, lambda **_: None, (), inputs)
-    return call.decisions
+    return call
 
 
 def _reads_data(error: RuntimeError) -> bool:
@@ -243,8 +253,8 @@ def _owners(module: nn.Module) -> list[Any]:
 
 def _run(
     module: nn.Module, patch: Patch, settings: Settings, size: tuple[int, int], inputs: Any
-) -> tuple[int, list[Decision]]:
-    """Operations of one call on shapes without data, and what was decided in it."""
+) -> tuple[int, Call]:
+    """Operations of one call on shapes without data, and the call."""
     from torch._subclasses import fake_tensor  # slow to import
     from torch.utils.flop_counter import FlopCounterMode  # looks for triton
 
@@ -269,7 +279,7 @@ def _run(
             now.clear()
             now.update(before)
         _clear_caches(module)
-    return counter.get_total_flops(), call.decisions
+    return counter.get_total_flops(), call
 
 
 def _constant(name: str, value: Any) -> Any:

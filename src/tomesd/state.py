@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from .cost import Outline, Verdict
 from .kept import Kept
 from .plan import MergePlan
 from .proportional import Proportion
@@ -67,6 +68,8 @@ class Patch:
     timeline: Timeline = field(default_factory=Timeline)
     blocks: int = 1
     """Transformer blocks in the model."""
+    outline: Outline = field(default_factory=Outline)
+    """What the model does, for the rule `when="if_faster"`."""
     selector: Selector = field(init=False)
     """What groups tokens, where the schedule names no other."""
     by_selector: dict[str, Settings] = field(init=False)
@@ -76,6 +79,8 @@ class Patch:
     kept: Kept = field(default_factory=Kept)
     decisions: "tuple[Decision, ...]" = ()
     """Of the last call."""
+    judged: dict[Any, Any] = field(default_factory=dict)
+    """What the rule has said, by what it was asked about."""
     loaded: "deque[Any]" = field(default_factory=lambda: deque(maxlen=64))
     """Shapes of tokens that kernels have been loaded for ahead of time."""
     warned: set[str] = field(default_factory=set)
@@ -91,7 +96,8 @@ class Patch:
         _patches[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Patch, (self.settings, self.asked, self.rooted, self.timeline, self.blocks)
+        own = (self.settings, self.asked, self.rooted, self.timeline, self.blocks, self.outline)
+        return Patch, own
 
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)
@@ -233,6 +239,12 @@ class Call:
     """Whether regions run or are reused, where that changes."""
     apart: bool = False
     """Whether every block has to give all tokens back, because something else wants them."""
+    fullness: float = 1.0
+    """How many times as many items the call would have with both halves of guidance in it."""
+    verdict: Verdict | None = None
+    """What the rule expects of merging in this call."""
+    left_alone: dict[int, LeftAlone] | None = None
+    """What the rule says about each level of a UNet."""
     decisions: list[Decision] = field(default_factory=list)
     plans: list[tuple[Any, MergePlan]] = field(default_factory=list)
     """Plans made so far, with what they are for."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from .. import __version__
 from ..settings import MergeWarning
 from .bench import Bench
+from .calibrate import Calibrate
 from .demo import Demo
 from .describe import Describe
 from .eval import Eval
@@ -32,6 +33,7 @@ _COMMANDS: Any = (
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Ui, tyro.conf.subcommand("ui")]
 )

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..cost import Outline, outline, outline_blocks
 from ..regions import Role
 from ..schedule import Timeline
 from ..settings import Settings
@@ -90,6 +91,15 @@ class FoundModel:
         if self.row is not None:
             return sum(len(getattr(self.module, part.path)) for part in self.row.lists)
         return sum(unets.BLOCK in class_names(m) for m in self.module.modules())
+
+    def outline(self) -> Outline:
+        """What the model does, as far as its speed goes."""
+        if self.row is not None:
+            blocks = [b for part in self.row.lists for b in getattr(self.module, part.path)]
+            return outline_blocks(blocks)
+        if unets.BLOCK in class_names(self.module):
+            return outline_blocks([self.module])
+        return outline(self.module, unets.runs(self.module))
 
 
 def find_models(model: Any) -> list[FoundModel]:

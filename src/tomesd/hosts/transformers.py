@@ -63,11 +63,7 @@ def sites(
             yield from _block_sites(block, part, settings, first, last)
     names = tuple(parameters(model))
     paths = tuple(part.path for part in row.lists)
-    channels = _channels(runs[0][1][0])
-    yield (
-        model,
-        TransformerRoot(names, row.time, row.layout, row.between, paths, channels, len(chosen)),
-    )
+    yield model, TransformerRoot(names, row.time, row.layout, row.between, paths, len(chosen))
 
 
 def _runs(model: Any, part: Blocks) -> list[list[nn.Module]]:
@@ -102,9 +98,3 @@ def _block_sites(
         inside = Tokens(names, names[0], along=along, refused=part.refused)
         yield layer, Layer(inside, "attn", "encoder_hidden_states")
         yield block, Block(tokens)
-
-
-def _channels(block: nn.Module) -> int:
-    """Of its tokens: those that its first linear layer over tokens takes."""
-    layers = [getattr(m, "in_features", None) for n, m in block.named_modules() if "att" in n]
-    return next((width for width in layers if isinstance(width, int)), 1024)

@@ -26,6 +26,7 @@ __all__ = [
     "is_root",
     "is_stack",
     "root_role",
+    "runs",
     "stack_sites",
 ]
 
@@ -158,18 +159,32 @@ def stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Modu
         for block in found:
             first, last = block is found[0] or not together, block is found[-1] or not together
             yield from block_sites(block, settings, first, last, reusable=stack is module)
-        path = next(_STACKS[name] for name in class_names(stack) if name in _STACKS)
         attention = getattr(found[0], _ATTENTION, None) if found else None
         yield (
             stack,
             Stack(
                 parameters(stack)[0],
-                (operator.attrgetter(path)(stack) if path else None) or 1,
+                _patch_size(stack),
                 getattr(getattr(attention, "to_q", None), "in_features", 0),
                 _ATTENTION,
                 _unfused(attention),
             ),
         )
+
+
+def _patch_size(stack: nn.Module) -> int:
+    path = next(_STACKS[name] for name in class_names(stack) if name in _STACKS)
+    return (operator.attrgetter(path)(stack) if path else None) or 1
+
+
+def runs(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], int]]:
+    """The stacks in a model, their blocks, and the side of the square that is one token."""
+    for stack in module.modules():
+        blocks = getattr(stack, "transformer_blocks", None)
+        if is_stack(stack) and blocks is not None:
+            found = [block for block in blocks.modules() if BLOCK in class_names(block)]
+            if found:
+                yield stack, found, _patch_size(stack)
 
 
 def block_sites(

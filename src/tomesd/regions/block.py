@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..planning import find_plan, note_output
-from ..policy import Work, decide
+from ..policy import decide
 from ..reuse import use_or_keep
 from ..state import (
     Call,
@@ -210,9 +210,8 @@ def _square_scope(patch: Patch, x: Tensor) -> Scope:
     """The scope of a block patched on its own, with nothing around it that knows the grid."""
     side = math.isqrt(x.shape[1])
     call = Call(patch, patch.settings, (side, side))
-    work = Work(x.device, x.element_size(), x.shape[0], x.shape[2], 1, patch.blocks)
     if side * side == x.shape[1]:
-        return Scope(call, decide(call, (1, side, side), work))
+        return Scope(call, decide(call, (1, side, side), 1, x))
     patch.warn_once(
         f"tomesd merged nothing: {x.shape[1]} tokens are not a square, and a block patched "
         "on its own cannot know their grid; patch the model around it"

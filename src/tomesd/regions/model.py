@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..planning import expect_clean, load_kernels, note_guidance, recall_guidance
-from ..policy import Layout, Work, decide, decide_layout, explain_nothing
+from ..policy import Layout, decide, decide_layout, explain_nothing
 from ..state import Call, Patch, Scope, current_scope, refuse_outside, run_inside
 from .role import Inner, Role
 
-__all__ = ["Given", "Stack", "TransformerRoot", "UNetRoot", "score_heads"]
+__all__ = ["Given", "Stack", "TransformerRoot", "UNetRoot", "fullness", "score_heads"]
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,15 @@ class _Root(Role):
 @dataclass(frozen=True)
 class UNetRoot(_Root):
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        if current_scope(patch) is not None:  # entered through __call__ already
-            return inner(*args, **kwargs)
+        scope = current_scope(patch)
         given = Given(self.names, args, kwargs)
         latent = given[self.names[0]]
+        if scope is not None:  # entered through __call__ already, or by `describe`
+            scope.call.fullness = fullness(latent.shape[0], kwargs)
+            return inner(*args, **kwargs)
         h, w = latent.shape[-2:]
         call = self.start_call(patch, given, latent, (h, w), h * w, torch.is_grad_enabled())
+        call.fullness = fullness(latent.shape[0], kwargs)
         recall_guidance(call, latent)
         output = run_inside(Scope(call), inner, *args, **kwargs)
         note_guidance(call, output)
@@ -90,8 +93,6 @@ class TransformerRoot(_Root):
     """Arguments that add something to all tokens between the blocks, or pass blocks by."""
     lists: tuple[str, ...]
     """Where the blocks are."""
-    channels: int
-    """Of its tokens."""
     merging: int
     """Blocks that merge."""
 
@@ -108,11 +109,8 @@ class TransformerRoot(_Root):
         else:
             apart = self._needs_all_tokens(module, given)
             call = self.start_call(patch, given, latent, layout.size, math.prod(layout.grid), apart)
-        batch = latent.shape[0] if latent.ndim > 2 else 1
-        work = Work(
-            latent.device, latent.element_size(), batch, self.channels, self.merging, patch.blocks
-        )
-        decision = decide_layout(call, layout, work)
+        call.fullness = fullness(latent.shape[0] if latent.ndim > 2 else 1, kwargs)
+        decision = decide_layout(call, layout, self.merging, latent)
         if decision.merges and call.settings.metric == "clean":
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
@@ -133,6 +131,18 @@ class TransformerRoot(_Root):
         """Whether what a layer in a block gave may be used at another step."""
         blocks = [block for name in self.lists for block in getattr(module, name)]
         return any(_is_cached(layer) for block in blocks for layer in block.children())
+
+
+def fullness(batch: int, kwargs: dict) -> float:
+    """How many times as many items a call would have with both halves of guidance in it.
+
+    ComfyUI says which halves are in a call. Elsewhere, an even batch is taken to have both, which
+    is what pipelines do.
+    """
+    halves = (kwargs.get("transformer_options") or {}).get("cond_or_uncond")
+    if halves:
+        return 2 / len(halves)
+    return 2 * ((batch + 1) // 2) / batch
 
 
 def _refuse_split_sequences(module: nn.Module) -> None:
@@ -206,18 +216,11 @@ class Stack(Role):
         # not depend on what another one has kept.
         scope.call.apart = torch.is_grad_enabled()
         blocks: Any = module.transformer_blocks
-        work = Work(
-            features.device,
-            features.element_size(),
-            features.shape[0],
-            self.channels or features.shape[1],
-            len(blocks),
-            patch.blocks,
-            score_heads(blocks[0], self.attention, self.unfused),
-        )
-        decision = decide(scope.call, (1, h, w), work)
+        heads = score_heads(blocks[0], self.attention, self.unfused)
+        decision = decide(scope.call, (1, h, w), len(blocks), features, heads)
         if decision.left_alone == "pays in CUDA graphs only":
-            load_kernels(Scope(scope.call, decision), features, work.channels)
+            channels = self.channels or features.shape[1]
+            load_kernels(Scope(scope.call, decision), features, channels)
         return run_inside(Scope(scope.call, decision), inner, *args, **kwargs)
 
 

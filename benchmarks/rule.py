@@ -1,0 +1,192 @@
+"""What `when="if_faster"` decides, against what was measured, and on GPUs that are not here.
+
+    python benchmarks/rule.py [--out FOLDER]
+
+The models are outlines: they are built without weights, on no device. For each setting that has
+been measured, the rule is asked with the rates of the H200 and the time that its host took to start
+kernels then, where the rows have it. Rows go to rule.jsonl.
+"""
+
+import argparse
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import diffusers
+import dit
+import torch
+from rows import RESULTS
+
+import tomesd
+from tomesd import policy
+from tomesd.bench.models import ARCHITECTURES
+from tomesd.bench.rows import Row, read_rows
+from tomesd.bench.tables import Comparison, comparisons
+from tomesd.cost import Verdict
+from tomesd.files import json_lines, write_text
+from tomesd.machine import Launcher, Machine
+from tomesd.patch import patch_of, role_of
+from tomesd.regions.model import fullness
+from tomesd.settings import Settings
+from tomesd.state import Call, Patch
+
+KERNEL = 2.5e-6
+# Memory: a copy on that machine. Linear layers and attention: such that the unpatched UNets, in
+# CUDA graphs, take what was measured; a large product ran at 788 Tflop/s there.
+H200 = Machine(600e12, 380e12, 4.3e12, 5e-6, KERNEL)
+# Published rates: dense half precision with sums in single precision, and memory. What layers and
+# attention reach of the first is taken to be what they reach on the H200, whose rate is 989.
+PUBLISHED = {
+    "RTX 3060": (51e12 / 2, 360e9),
+    "RTX 4090": (330e12 / 2, 1008e9),
+    "A100 80 GB": (312e12, 2039e9),
+    "RTX 5090": (419e12 / 2, 1792e9),
+}
+LAUNCHES = (5e-6, 50e-6)
+LAUNCHERS: dict[str, Launcher] = {"eager": "eager", "compile": "compiled"}
+
+
+def simulated(name: str) -> Machine:
+    peak, memory = PUBLISHED[name]
+    return Machine(H200.operations * peak / 989e12, H200.attention * peak / 989e12, memory, 5e-6)
+
+
+@functools.cache
+def outline_of(name: str) -> Any:
+    """A model without weights."""
+    with torch.device("meta"):
+        if name in ARCHITECTURES:
+            return diffusers.UNet2DConditionModel(**ARCHITECTURES[name])
+        setting = next(setting for setting in dit.SETTINGS if setting.model == name)
+        return getattr(diffusers, setting.kind)(**setting.config)
+
+
+def ask(row: Row, settings: Row, machine: Machine, launcher: Launcher) -> Verdict:
+    """What the rule says about a call of a model."""
+    model, dtype = outline_of(row["model"]), getattr(torch, row["dtype"])
+    options = {k: v for k, v in settings.items() if k in Settings.__dataclass_fields__}
+    tomesd.apply_patch(model, **{**options, "when": "if_faster"})
+    patch, size = patch_of(model), (row["height"] // 8, row["width"] // 8)
+    assert isinstance(patch, Patch)
+    call = Call(patch, patch.settings, size, fullness=fullness(row["batch"], {}))
+    with (
+        mock.patch.object(policy, "machine_of", lambda *_: machine),
+        mock.patch.object(policy, "find_launcher", lambda _: launcher),
+        mock.patch.object(policy.kernels, "use_triton", lambda *_: True),
+    ):
+        if row["model"] in ARCHITECTURES:
+            heads = 8 if row["attention"] == "eager" else 0
+            x = torch.empty(row["batch"], 1, *size, dtype=dtype, device="meta")
+            call.left_alone = policy._judge_unet(call, x, heads)
+        else:
+            grid = (row["frames"], size[0] // 2, size[1] // 2)
+            part = policy.LayoutPart(grid[0] * grid[1] * grid[2], grid)
+            x = torch.empty(row["batch"], part.tokens, 1, dtype=dtype, device="meta")
+            role: Any = role_of(model)
+            policy.decide_layout(call, policy.Layout(size, grid, (part,)), role.merging, x)
+    assert call.verdict is not None
+    return call.verdict
+
+
+def measured(out: Path) -> Iterator[Row]:
+    """The rule's answers for all settings that have been measured."""
+    rows = [r for name in ("gpu", "compiled", "dit") for r in read_rows(out / f"{name}.jsonl")]
+    steps = [row for row in rows if row["what"] == "step"]
+    hosts = launches_by_run(steps)
+    for found in comparisons(steps):
+        base = found.find("unpatched")
+        if base is None or base["seconds"] is None:
+            continue
+        for row in found:
+            if row["variant"] == "tomesd" and row["seconds"]:
+                known = hosts.get((row["run"], row["mode"]))
+                yield from judged(found, base, row, known)
+
+
+def launches_by_run(rows: list[Row]) -> dict[tuple[str, str], float]:
+    """By run and mode, the least that the host took for a kernel of PyTorch.
+
+    Where the GPU is behind, the host waits for room in its queue, and seems to take longer.
+    """
+    found: dict[tuple[str, str], float] = {}
+    for row in rows:
+        if row["variant"] == "unpatched" and row.get("host_seconds") and row["mode"] in LAUNCHERS:
+            # A host that takes a second for a kernel takes as many seconds as there are kernels.
+            slow = replace(H200, launch=1.0)
+            kernels = ask(row, {"ratio": 0.5}, slow, LAUNCHERS[row["mode"]]).before
+            key = (row["run"], row["mode"])
+            found[key] = min(found.get(key, 1.0), row["host_seconds"] / kernels)
+    return found
+
+
+def judged(found: Comparison, base: Row, row: Row, known: float | None) -> Iterator[Row]:
+    launcher = LAUNCHERS.get(row["mode"], "graph")
+    launches = (known,) if known else LAUNCHES
+    for launch in launches if launcher != "graph" else (0.0,):
+        verdict = ask(row, row["settings"], replace(H200, launch=launch), launcher)
+        # Rows that were left alone do not tell how long merging takes.
+        gain = None if row.get("left_alone") else found.speedup(row)
+        yield {
+            **{name: row[name] for name in ("section", "setting", "label", "mode", "batch")},
+            "ratio": row["settings"]["ratio"],
+            **{"machine": "NVIDIA H200", "launch": launch, "launch_measured": bool(known)},
+            **{"merges": any(verdict.pays), "expected": verdict.gain, "measured": gain},
+            **{"measured_run": row["run"], "noise": noise(base, row)},
+        }
+
+
+def noise(base: Row, row: Row) -> float:
+    """By how much the gain may be off, from the spreads of the two times."""
+    return base["spread"] / base["seconds"] + row["spread"] / row["seconds"]
+
+
+SIMULATED = (
+    *(
+        (model, side, images)
+        for model, side in (("sd15", 512), ("sd15", 1024))
+        for images in (1, 8)
+    ),
+    *(("sdxl", 1024, images) for images in (1, 8)),
+)
+
+
+def elsewhere() -> Iterator[Row]:
+    """The rule's answers on other GPUs, at default settings, in eager mode."""
+    cases: list[Row] = [
+        {"model": model, "height": side, "width": side, "batch": 2 * images, "images": images}
+        | {"dtype": "float16", "attention": "sdpa", "frames": 1}
+        for model, side, images in SIMULATED
+    ]
+    for setting in dit.SETTINGS:
+        case = {"model": setting.model, "height": setting.height, "width": setting.width}
+        cases.append(case | {"batch": setting.batch, "images": 1, "dtype": "bfloat16"})
+        cases[-1] |= {"attention": "sdpa", "frames": setting.frames, "setting": setting.name}
+    for case in cases:
+        for name in PUBLISHED:
+            for launch in LAUNCHES:
+                machine = replace(simulated(name), launch=launch, kernel=KERNEL)
+                options = {"ratio": 0.5, "start": 0.0, "end": 1.0}
+                verdict = ask(case, options, machine, "eager")
+                names = {"sd15": "SD1.5", "sdxl": "SDXL"}
+                title = f"{names.get(case['model'])} {case['width']} px, {case['images']} images"
+                yield {
+                    **{"section": "rule elsewhere", "setting": case.get("setting", title)},
+                    **{"machine": name, "launch": launch, "simulated": True},
+                    **{"merges": any(verdict.pays), "expected": verdict.gain},
+                }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
+    args = parser.parse_args()
+    rows = [*measured(args.out), *elsewhere()]
+    write_text(args.out / "rule.jsonl", json_lines(rows))
+    print(f"{len(rows)} answers")
+
+
+if __name__ == "__main__":
+    main()

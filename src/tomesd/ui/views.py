@@ -33,17 +33,19 @@ def summary(result: Result) -> str:
 def numbers(result: Result) -> str:
     """Time, memory and tokens of both images, as a table in Markdown."""
     unmerged, merged = result.unmerged, result.merged
-    # What a process holds is not what an image needs: on a CPU, it says little.
-    rough = "" if result.device == "cuda" else " (rough)"
     rows = [
         ("", "unmerged", "merged"),
         ("---", "---:", "---:"),
         ("Image", f"{unmerged.seconds:.2f} s", f"{merged.seconds:.2f} s"),
         ("Fastest step", f"{unmerged.step_seconds:.3f} s", f"{merged.step_seconds:.3f} s"),
-        (f"Peak memory{rough}", f"{unmerged.peak_mib:.0f} MiB", f"{merged.peak_mib:.0f} MiB"),
+        ("Peak memory", *(_memory(one.peak_mib) for one in (unmerged, merged))),
         ("Tokens on the finest merged grid", *_tokens(result)),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _memory(mib: float | None) -> str:
+    return "not measured" if mib is None else f"{mib:.0f} MiB"
 
 
 def caption(result: Result) -> str:

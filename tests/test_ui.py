@@ -21,7 +21,7 @@ from rich.console import Console
 from zoo_diffusers import make_sd_pipeline
 
 import tomesd
-from tomesd import presets
+from tomesd import machine, presets
 from tomesd.cli.run import parse, run
 from tomesd.generation import sample
 from tomesd.settings import Settings
@@ -133,8 +133,10 @@ def test_steps_that_leave_a_part_out_are_named(studio: Studio) -> None:
     assert "a part of the model left out at 2" in summary(made)
 
 
-def test_why_nothing_was_merged_is_said(studio: Studio) -> None:
-    made = studio.make(request(settings=Settings(ratio=0.05, selector="kmeans"), size=(64, 64)))
+def test_why_nothing_was_merged_is_said(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_to_start = machine.Machine(1e15, 1e15, 1e13, launch=1e-4, apart=False)
+    monkeypatch.setattr(machine, "_measure", lambda *_: slow_to_start)
+    made = studio.make(request(settings=Settings()))
     assert same(made.unmerged.image, made.merged.image)
     assert "Merged at 0 of 2 steps: both images are the same." in summary(made)
     assert "longer than merging saves" in summary(made)

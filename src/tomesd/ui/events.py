@@ -135,10 +135,10 @@ class Events:
             api_visibility="private",
         )
         made.then(end, outputs=[generate, stop], **_AT_ONCE)
-        stop.click(halt, **_AT_ONCE)
-        # In the browser: an answer of the server might come after that of the job.
+        # The words come before the server is told: after that, they could replace the job's last.
         stopping = json.dumps(note("Stopping after this step."))
-        stop.click(None, outputs=status, js=f"() => {stopping}", api_visibility="private")
+        told = stop.click(None, outputs=status, js=f"() => {stopping}", api_visibility="private")
+        told.then(halt, **_AT_ONCE)
 
     def connect_settings(self, preset: Any, load: Any, save: Any, file: Any, again: Any) -> None:
         """

@@ -157,7 +157,8 @@ def time_steps(
     calls["mine"] = partial(steps, patched_copy(candidate, subject, args.original))
     for call in calls.values():
         call()  # whatever is loaded or tuned once
-    row: Row = {f"mib_{attention}": probe.peak_mib(calls["mine"]) / images}
+    peak = probe.peak_mib(calls["mine"])
+    row: Row = {f"mib_{attention}": None if peak is None else peak / images}
     timers = {name: partial(time_calls, call, device=device) for name, call in calls.items()}
     effort = Effort(seconds=args.seconds, min_repeats=3, sample_seconds=0)
     timings = take_turns(timers, effort)

@@ -1,6 +1,7 @@
 """What all tests have in common: how Triton runs, and the machine that merging is judged by."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -23,3 +24,15 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(machine, "_read", lambda _: {})  # what a command in another test measured
     monkeypatch.setattr(machine, "_measure", lambda *_: slow)
     yield
+
+
+@pytest.fixture(autouse=True)
+def own_attention_backend() -> Iterator[None]:
+    """A backend that one model is given becomes that of all others in diffusers; not of the next
+    test."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    before = getattr(registry, "_active_backend", None)
+    yield
+    if registry is not None:
+        registry._active_backend = before

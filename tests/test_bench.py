@@ -531,6 +531,7 @@ def bench(*words: str) -> None:
 
 def test_the_command_on_the_embedded_transformer(tmp_path: Path) -> None:
     words = ["--model", "transformer", "--sizes", "64", "--ratios", "0.5", "--when", "always"]
+    words.append("--bound")
     for what in ("step", "pipeline"):
         bench(*words, "--what", what, "--steps", "1", "--seconds", "0", "--out", str(tmp_path))
     rows = read_rows(tmp_path / "rows.jsonl")

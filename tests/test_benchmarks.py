@@ -69,7 +69,8 @@ def test_images_are_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert images[1]["psnr"] == images[2]["psnr"] < 100  # and make images once
     assert {"lpips", "lpips_low", "fid_unmerged"} <= images[1].keys()
     assert "psnr" not in images[0] and "speedup" not in timed[0]
-    assert all(timed[1][name] > 0 for name in ("speedup", "speedup_unfused", "mib_unfused"))
+    assert all(timed[1][name] > 0 for name in ("speedup", "speedup_unfused"))
+    assert timed[1]["mib_unfused"] is None  # on a CPU, memory is not measured
     assert images[1]["settings"] == timed[1]["settings"] == {"when": "always", "ratio": 0.5}
 
 

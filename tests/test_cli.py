@@ -83,7 +83,7 @@ def test_show_draws_a_map(model: str, tmp_path: Path, source: str, capsys) -> No
     with Image.open(out) as image:
         assert image.width % side == 0
         one = image.width
-    assert run(words) == 0  # an early, a middle and a late step
+    assert run([*words, "--overwrite"]) == 0  # an early, a middle and a late step
     assert capsys.readouterr().out.count(f": {side * side // 2} of {side * side} tokens") == 3
     with Image.open(out) as image:
         assert image.width > 4 * one

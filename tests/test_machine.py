@@ -191,11 +191,15 @@ def test_the_command_shows_and_renews(
     assert machine_of(HERE, torch.float32) == faster
 
 
-def test_patching_and_importing_measure_nothing_on_a_cpu(measured: list) -> None:
+def test_patching_measures_once_and_only_what_is_asked_for(measured: list) -> None:
+    """A compiled model could not, when it runs first."""
     from zoo_diffusers import HOSTS
 
-    model = tomesd.apply_patch(HOSTS["sd1"].build(), 0.5)
+    model = HOSTS["sd1"].build()
+    tomesd.apply_patch(model, 0.5, when="always")
+    tomesd.apply_patch(model, 0.0)
     assert measured == []
+    tomesd.apply_patch(model, 0.5)
     with torch.no_grad():
         HOSTS["sd1"].run(model)
     assert measured == [torch.float32]

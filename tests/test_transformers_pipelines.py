@@ -156,12 +156,14 @@ def test_each_part_gets_its_own_settings_back(name: str) -> None:
 
 
 def test_presets_and_options_together() -> None:
-    """A preset that means nothing on a transformer is refused like the options in it."""
+    """An option that means nothing on a transformer is refused beside a preset too."""
     pipe, _ = PIPELINES["flux"]()
     before = pipeline_state(pipe)
-    with pytest.raises(ValueError, match="FluxTransformer2DModel"):
-        tomesd.apply_patch(pipe, preset="quality")
+    with pytest.raises(ValueError, match="proportional=True: means nothing on a Flux"):
+        tomesd.apply_patch(pipe, preset="quality", proportional=True)
     assert pipeline_state(pipe) == before
+    tomesd.apply_patch(pipe, preset="quality")
+    assert patch_of(pipe.transformer).settings.reuse == 2
 
 
 # Pipelines whose models cannot run on shapes, or that are slow to describe.

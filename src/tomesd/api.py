@@ -155,9 +155,9 @@ def _make_patch(model: Any, part: FoundModel, asked: Settings) -> Patch:
 
 
 def _measure_ahead(module: nn.Module, settings: Settings) -> None:
-    """Measures a GPU that the model is on: a compiled model asks when nothing may be measured."""
+    """Measures what the model is on: a compiled model asks when nothing may be measured."""
     weight = next(module.parameters(), None)
-    if weight is not None and weight.is_cuda and settings.when == "if_faster":
+    if weight is not None and settings.active and settings.when == "if_faster":
         machine_of(weight.device, weight.dtype)
 
 

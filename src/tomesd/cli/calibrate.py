@@ -3,11 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from rich.console import Console
-
-from ..generation.loading import pick_device, pick_dtype
-from ..machine import cache_file, machine_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +18,11 @@ class Calibrate:
     """Measure again, and keep what is measured now."""
 
     def run(self, console: Console) -> None:
+        import torch
+
+        from ..generation.loading import pick_device, pick_dtype
+        from ..machine import cache_file, machine_of
+
         device = pick_device(self.device)
         dtype = pick_dtype(self.dtype, device)
         machine = machine_of(device, dtype, renew=self.renew)

@@ -43,7 +43,8 @@ class Demo:
         from ..generation.loading import kind_of
 
         pipe = self.model.load()
-        each = self.merge.each(kind_of(pipe))
+        kind = kind_of(pipe)
+        each = self.merge.each(kind)
         with progress_bar(console) as on_progress:
             comparison = compare(
                 pipe,
@@ -57,6 +58,10 @@ class Demo:
         paths = self._save(comparison)
         console.print(_table(comparison.rows), soft_wrap=False)
         console.print("s / step: the median of one call of the model; the ratios take turns.")
+        if kind == "transformer" and each[0].end is None:
+            console.print(
+                "Transformers merge in the first half of the steps, unless --end is given."
+            )
         console.print("PSNR and SSIM against the unmerged image of the same seed.")
         for path, words in paths.items():
             console.print(f"  {path}  {words}")

@@ -8,6 +8,7 @@ for a CPU, not a measurement of quality: that takes many more images.
 """
 
 import argparse
+import functools
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +48,7 @@ def counted_tokens(transformer: Any) -> Any:
         forwards.setdefault(type(block), type(block).forward)
 
     def counting(forward: Any) -> Any:
+        @functools.wraps(forward)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             count[0] += kwargs["hidden_states"].shape[1]
             return forward(self, *args, **kwargs)

@@ -23,7 +23,7 @@ from zoo_diffusers import make_sd_pipeline
 import tomesd
 from tomesd import machine, presets
 from tomesd.cli.run import parse, run
-from tomesd.generation import sample
+from tomesd.generation import hires, sample
 from tomesd.settings import Settings
 from tomesd.ui.events import Events, Inputs
 from tomesd.ui.form import FIRST, OPTIONS, read_form, shown_values
@@ -99,6 +99,19 @@ def test_a_job_makes_what_sample_makes(studio: Studio) -> None:
             assert json.loads(image.info["tomesd"])["merge"] == json.loads(
                 json.dumps(one.metadata["merge"])
             )
+
+
+def test_two_passes_draw_the_same_small_image_again_larger(studio: Studio) -> None:
+    made = studio.make(request(steps=4, settings=ALWAYS, hires=True))
+    expected = hires(
+        make_sd_pipeline(), "a cat", ALWAYS, size=(256, 256), steps=4, negative_prompt=""
+    )
+    assert made.merged.image.size == made.unmerged.image.size == (256, 256)
+    assert same(made.merged.image, expected.image)
+    assert not same(made.merged.image, made.unmerged.image)
+    assert len(made.maps) == 2 and all(made.maps)  # half of the steps are the second pass
+    larger = studio.make(request(steps=4, settings=replace(ALWAYS, ratio=0.25), hires=True))
+    assert larger.reused and not same(larger.merged.image, made.merged.image)
 
 
 def test_the_unmerged_image_is_made_once_for_several_settings(studio: Studio) -> None:
@@ -351,6 +364,16 @@ def test_both_images_are_shown_and_compared(page: Any) -> None:
     page.wait_for_selector("#command >> text=tomesd generate")
     assert "tomesd.apply_patch(pipe, seed=11, when='always')" in page.inner_text("#python")
     assert "--seed 11" in page.inner_text("#command")
+
+
+def test_the_switch_for_large_images(page: Any) -> None:
+    choose(page, "option-when", "always")
+    page.check("#hires input")
+    generate(page, "Merged at")
+    left, right = pictures(page, "#slider")
+    assert left.size == right.size == (256, 256)
+    page.click("#lines button")
+    page.wait_for_selector("#command >> text=--hires 2")
 
 
 def test_the_step_slider_changes_the_map(page: Any) -> None:

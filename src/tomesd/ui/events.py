@@ -203,6 +203,7 @@ class Events:
             "negative": request.negative or None,
             "model": request.model,
             **self._options,
+            "hires": 2 if request.hires else None,
             "steps": request.steps,
             "guidance": request.guidance,
             "size": request.size,
@@ -211,7 +212,10 @@ class Events:
             outputs.status: summary(result),
             outputs.slider: result.files,
             outputs.numbers: numbers(result),
-            outputs.step: gr.Slider(value=middle, maximum=len(result.maps), interactive=True),
+            # Gradio draws no slider with a single place on it.
+            outputs.step: gr.Slider(
+                value=middle, maximum=max(2, len(result.maps)), interactive=len(result.maps) > 1
+            ),
             outputs.map: picture,
             outputs.map_words: words,
             outputs.python: python_line(request.settings),

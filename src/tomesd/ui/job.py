@@ -14,6 +14,7 @@ from PIL import Image
 import tomesd
 
 from ..generation import MergeMap, Sample, draw_map, record_maps, sample, save_image
+from ..generation.hires import enlarged_size, image_to_image, redraw, second_pass
 from ..generation.loading import denoiser
 from ..generation.progress import OnProgress, silent
 from ..generation.sampling import OnStep
@@ -45,6 +46,8 @@ class Request:
     steps: int = 20
     guidance: float | None = None
     """None: the model's own."""
+    hires: bool = False
+    """Whether to draw it again twice as large, from a small image that both have in common."""
     settings: Settings = field(default_factory=Settings)
 
     def arguments(self) -> dict[str, Any]:
@@ -119,6 +122,7 @@ class Studio:
         self._pipe: Any = None
         self._kinds: dict[str, Kind] = {}
         self._warm: set[Any] = set()
+        self._small: tuple[Request, Sample] | None = None
         self._unmerged: tuple[Request, Sample] | None = None
         self._stopped: set[str] = set()
         self._number = 0
@@ -128,7 +132,8 @@ class Studio:
     def pipeline(self, model: str) -> Any:
         """Loads the model, unless it is the one that is loaded."""
         if model != self._model:
-            self._model = self._pipe = self._unmerged = None  # two may not fit into memory
+            self._model = self._pipe = None  # two may not fit into memory
+            self._small = self._unmerged = None
             self._warm.clear()
             self._pipe = self._load(model)
             self._kinds[model] = find_models(self._pipe)[0].kind
@@ -174,11 +179,16 @@ class Studio:
         with self._one_at_a_time:
             report(f"Loading {request.model}", 0)
             pipe = self.pipeline(request.model)
+            small = self._make_small(pipe, request, on_step("Small image", 0))
             report("Warming up", 0)
-            self._warm_up(pipe, request)
-            unmerged, reused = self._make_unmerged(pipe, request, on_step("Unmerged image", 0))
+            self._warm_up(pipe, request, small)
+            unmerged, reused = self._make_unmerged(
+                pipe, request, small, on_step("Unmerged image", 0)
+            )
             with _noted_warnings() as notes:
-                merged, maps, left_out = _make_merged(pipe, request, on_step("Merged image", steps))
+                merged, maps, left_out = _make_merged(
+                    pipe, request, small, on_step("Merged image", steps)
+                )
             number = self._number = self._number + 1
             made = Result(
                 number,
@@ -197,22 +207,35 @@ class Studio:
                 del self.results[next(iter(self.results))]
             return made
 
-    def _warm_up(self, pipe: Any, request: Request) -> None:
+    def _make_small(self, pipe: Any, request: Request, on_step: OnStep) -> Sample | None:
+        """The first pass, unmerged, if there are two."""
+        if not request.hires:
+            return None
+        same = replace(request, settings=Settings())
+        if self._small is None or self._small[0] != same:
+            image_to_image(pipe)  # before the work begins
+            made = sample(pipe, request.prompt, on_step=on_step, **request.arguments())
+            self._small = same, made
+        return self._small[1]
+
+    def _warm_up(self, pipe: Any, request: Request, small: Sample | None) -> None:
         """The first image of its kind is slow: its time would be no comparison."""
-        arguments = {**request.arguments(), "steps": 1}
-        for settings in (None, request.settings):
-            key = (request.size, settings)
+        short = replace(request, steps=1 if small is None else 2)
+        for settings in (Settings(ratio=0.0), request.settings):
+            key = (request.size, request.hires, settings)
             if key not in self._warm:
-                with _noted_warnings():
-                    sample(pipe, request.prompt, settings, **arguments)
+                with _noted_warnings(), tomesd.patched(pipe, **asdict(settings)):
+                    _draw(pipe, short, small, lambda done: None)
                 self._warm.add(key)
 
-    def _make_unmerged(self, pipe: Any, request: Request, on_step: OnStep) -> tuple[Sample, bool]:
+    def _make_unmerged(
+        self, pipe: Any, request: Request, small: Sample | None, on_step: OnStep
+    ) -> tuple[Sample, bool]:
         """The unmerged image, and whether it is that of the job before."""
         same = replace(request, settings=Settings())
         if self._unmerged is not None and self._unmerged[0] == same:
             return self._unmerged[1], True
-        made = sample(pipe, request.prompt, on_step=on_step, **request.arguments())
+        made = _draw(pipe, request, small, on_step)
         self._unmerged = same, made
         return made, False
 
@@ -223,12 +246,22 @@ class Studio:
         return files
 
 
+def _draw(pipe: Any, request: Request, small: Sample | None, on_step: OnStep) -> Sample:
+    """The image that is asked for, or the second pass of it."""
+    arguments = request.arguments()
+    if small is None:
+        return sample(pipe, request.prompt, on_step=on_step, **arguments)
+    arguments["size"] = enlarged_size(pipe, small.image.size, 2)
+    return redraw(pipe, small.image, request.prompt, on_step=on_step, **arguments)
+
+
 def _make_merged(
-    pipe: Any, request: Request, on_step: OnStep
+    pipe: Any, request: Request, small: Sample | None, on_step: OnStep
 ) -> tuple[Sample, tuple[MergeMap | None, ...], tuple[bool, ...]]:
     """The merged image; and for each step, what was merged on the finest grid, and whether a part
     of the model was left out."""
-    merge = asdict(request.settings)
+    settings = request.settings if small is None else second_pass(pipe, request.settings, 0.5)
+    merge = asdict(settings)
     ends = [0]
     left_out: list[bool] = []
 
@@ -239,7 +272,7 @@ def _make_merged(
         on_step(done)
 
     with tomesd.patched(pipe, **merge), record_maps(pipe, every_block=False) as maps:
-        made = sample(pipe, request.prompt, on_step=note, **request.arguments())
+        made = _draw(pipe, request, small, note)
     steps = (maps[start:end] for start, end in pairwise(ends))
     finest = tuple(min(step, key=lambda map: map.downsample, default=None) for step in steps)
     made = replace(made, metadata={**made.metadata, "merge": merge})

@@ -113,6 +113,13 @@ def _image_inputs(models: Sequence[str], start: Request) -> dict[str, Any]:
                 min_width=90,
                 elem_id=name,
             )
+    made["hires"] = gr.Checkbox(
+        start.hires,
+        label="Twice as large, in two passes",
+        info="Both images are drawn again, larger, from the same small one. Times are those of "
+        "the second pass.",
+        elem_id="hires",
+    )
     return made
 
 

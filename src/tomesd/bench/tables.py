@@ -154,7 +154,8 @@ def versions(rows: Sequence[Row]) -> str:
     origins: dict[str, list[Row]] = {}
     for row in rows:
         words = [f"{name} {row[name]}" for name in names if row.get(name)]
-        where = ", ".join([f"{row['hardware']}: {row['dtype']}", *words])
+        dtype = f": {row['dtype']}" if "dtype" in row else ""
+        where = ", ".join([f"{row['hardware']}{dtype}", *words])
         origins.setdefault(where, []).append(row)
     sentences = []
     for where, found in origins.items():

@@ -276,6 +276,12 @@ def test_models_that_cannot_reuse_say_so() -> None:
         tomesd.apply_patch(model, reuse=2)
 
 
+def test_it_is_described() -> None:
+    model = tomesd.apply_patch(SUPPORTED["sd3"].build(), preset="fast")
+    told = str(tomesd.describe(model, 64, 64))
+    assert "nothing is merged; one step in 3 runs the whole model, from progress 0.25 on" in told
+
+
 @pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
 def test_presets_of_transformers_leave_steps_out(preset: Any) -> None:
     dit = SUPPORTED["flux"]

@@ -83,6 +83,16 @@ class Part:
     def _summary(self) -> str:
         if self.settings is None:
             return "not patched"
+        words = self._merging()
+        if self.settings.reuse is not None:
+            words += (
+                f"; one step in {self.settings.reuse} runs the whole model, from progress "
+                f"{self.settings.reuse_start or 0:g} on"
+            )
+        return words
+
+    def _merging(self) -> str:
+        assert self.settings is not None
         if all(level.merged_tokens == level.tokens for level in self.levels):
             return "nothing is merged"
         target = self.settings.target

@@ -162,6 +162,8 @@ def test_steps_are_told_apart_by_their_times() -> None:
     assert enter(6, (1, 16)) == "0 first!"  # of another size
     assert enter(5, (1, 16)) == "0 reuses"
     assert enter(5, (1, 16)) == "1 first"  # a call that had no counterpart before
+    # Images of a single step, one after the other: what is kept does not pile up.
+    assert {enter(5, (3, 16)).partition(" ")[0] for _ in range(40)} == set("01234567")
 
 
 def run_steps(model: Any, dit: Any, times: tuple[float, ...], seed: int = 0) -> list[Tensor]:

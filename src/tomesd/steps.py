@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 __all__ = ["Moment", "Steps"]
 
+_MOST_CALLS = 8
+"""At one time, for one image: more are other images, such as those of models that take one step."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -37,14 +40,14 @@ class Steps(threading.local):
 
     def enter(self, time: float, size: tuple[int, ...]) -> bool:
         """Notes the next call. Returns whether what was kept is of another size, and useless."""
-        if time > self.time or size != self.size:
-            resized = size != self.size
-            self.number, self.nth, self.ran, self.size = 0, 0, {}, size
+        resized, again = size != self.size, time == self.time
+        if time > self.time or resized or (again and self.nth + 1 == _MOST_CALLS):
+            self.number, self.nth, self.ran = 0, 0, {}
+        elif again:
+            self.nth += 1
         else:
-            resized = False
-            same = time == self.time
-            self.number, self.nth = (self.number, self.nth + 1) if same else (self.number + 1, 0)
-        self.time = time
+            self.number, self.nth = self.number + 1, 0
+        self.time, self.size = time, size
         return resized
 
     def moment(self, every: int, started: bool) -> Moment:

@@ -77,7 +77,8 @@ def main() -> None:
             row = {"benchmark": "hires", "model": name, "what": "second pass", "ratio": ratio}
             row |= {"width": side, "height": side, "steps": STEPS, "strength": STRENGTH}
             file.add({**row, "peak_mib": peaks[ratio], "dtype": str(pipe.dtype), **timed(timing)})
-            print(name, ratio, f"{timing.median:.2f} s, {peaks[ratio]:.0f} MiB", flush=True)
+            peak = "" if peaks[ratio] is None else f", {peaks[ratio]:.0f} MiB"
+            print(name, ratio, f"{timing.median:.2f} s{peak}", flush=True)
 
 
 if __name__ == "__main__":

@@ -323,7 +323,9 @@ def page(browser: Any, address: str) -> Iterator[Any]:
 
 
 def open_page(page: Any, address: str) -> None:
-    page.goto(address)
+    # What was made last is shown at once; until then, its line of status could pass for a new one.
+    with page.expect_response(lambda response: "/run/" in response.url):
+        page.goto(address)
     page.wait_for_selector("#generate:not([disabled])")
     page.wait_for_function("document.querySelector('#prompt textarea').value != ''")
 

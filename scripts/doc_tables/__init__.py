@@ -9,6 +9,7 @@ TABLES = {
     "demo": performance.demo,
     "options": readme.options,
     "speed": performance.speed,
+    "large images": performance.hires,
     "quality": readme.quality,
     "memory on a CPU": performance.memory_cpu,
     "transformers": performance.transformers,

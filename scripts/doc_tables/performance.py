@@ -24,6 +24,19 @@ def transformers(results: Results) -> Table:
     return Table(header, lines, rows_of(found))
 
 
+def hires(results: Results) -> Table:
+    """The second pass of a large image."""
+    last = {(row["model"], row["ratio"]): row for row in results.file("hires_cpu")}
+    lines = []
+    for model in dict.fromkeys(name for name, _ in last):
+        plain, merged = (last[model, ratio] for ratio in (0.0, 0.5))
+        cells = [f"{row['seconds']:.1f} ± {row['spread']:.1f} s" for row in (plain, merged)]
+        gain = f"{plain['seconds'] / merged['seconds']:.2f}x"
+        lines.append([f"embedded {model}", cells[0], f"{cells[1]} ({gain})"])
+    header = ["second pass", "unmerged", "half of the tokens"]
+    return Table(header, lines, list(last.values()))
+
+
 def speed(results: Results) -> Table:
     """A step replayed as a CUDA graph, as it is and compiled; defaults but for what rows say."""
     tuned = {

@@ -22,6 +22,7 @@ FIGURES = ROOT / "docs" / "figures"
 def main() -> None:
     out = Path(tempfile.mkdtemp())
     command = [sys.executable, "-m", "tomesd", "demo", "--device", "cpu", "--out", str(out)]
+    command.append("--overwrite")  # the folder is there already
     subprocess.run(command, check=True)
     RESULTS.unlink(missing_ok=True)
     file = RowFile(RESULTS, torch.device("cpu"))

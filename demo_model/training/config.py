@@ -160,6 +160,8 @@ class TransformerRun:
     ema_decay: float = 0.998
     caption_dropout: float = 0.10
     uniform_timesteps: float = 0.20
+    # Share of noise levels drawn evenly from the top quarter, where layouts are made.
+    high_noise: float = 0.0
     # Weight of the layout loss at the start; it falls linearly to nothing at `layout_share`.
     layout_weight: float = 0.20
     layout_share: float = 0.70

@@ -66,11 +66,16 @@ class Trainer:
         self.hidden = outputs[1]
 
     def levels(self, batch: int, tokens: int) -> Tensor:
-        """Noise levels [batch]: mostly logit-normal, the rest uniform, shifted by size."""
+        """Noise levels [batch]: mostly logit-normal, the rest uniform, shifted by size.
+
+        A share of them is drawn again from the top quarter.
+        """
         normal = torch.randn(batch, device=self.device).sigmoid()
         uniform = torch.rand(batch, device=self.device)
         chosen = torch.rand(batch, device=self.device) < self.run.uniform_timesteps
-        return shifted(torch.where(chosen, uniform, normal), tokens)
+        level = shifted(torch.where(chosen, uniform, normal), tokens)
+        high = torch.rand(batch, device=self.device) < self.run.high_noise
+        return torch.where(high, 1 - uniform / 4, level)
 
     def backward(
         self, latents: Tensor, scenes: dict[str, Tensor], layout_weight: float

@@ -24,6 +24,8 @@ from merging_dit import (
 from pipelines_dit import PIPELINES, run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from zoo_diffusers import module_state
 from zoo_dit import UNIT_TIME, Dit, alone, seeded
 
@@ -521,6 +523,30 @@ def test_a_model_that_is_told_its_next_time_runs_at_full_size() -> None:
     tomesd.apply_patch(model, **PLAIN)
     with pytest.warns(tomesd.MergeWarning, match="fewer: timestep_r is given"):
         assert torch.equal(dit.run(model, inputs), plain)
+
+
+# What is told
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen", "sd3", "wan", "ltx"])
+def test_it_is_described(name: str) -> None:
+    dit = HOSTS[name]
+    model = tomesd.apply_patch(dit.build(), ratio=0.0, coarse=0.3)
+    told = tomesd.describe(model, 12 * 8, 8 * 8, inputs=dit.inputs())
+    (part,) = told.parts
+    assert part.coarse_tokens == part.levels[0].tokens // 4
+    inputs, flops = dit.inputs(), []
+    for left in (0.5, 1.0):
+        # With unfused attention, which the counter knows on the CPU without help.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            dit.run(model, at_steps_left(dit, inputs, left))
+        flops.append(counter.get_total_flops())
+    assert [part.flops, part.coarse_flops] == flops and flops[1] < 0.7 * flops[0]
+    share = f"{flops[1] / flops[0]:.1%}"
+    words = f"coarse up to progress 0.3, {part.coarse_tokens} tokens with {share} of the operations"
+    assert f"nothing is merged; {words}" in str(told)
+    odd = tomesd.describe(model, inputs=dit.inputs(size=(6, 5) if name == "ltx" else (12, 10)))
+    assert "no step can be coarse" in str(odd)
 
 
 # Errors

@@ -101,15 +101,15 @@ class TransformerRoot(_Root):
         given = Given(self.names, args, kwargs)
         layout = self.read(module, given)
         latent = _first_tensor((*args, *kwargs.values()))
+        obstacle = self._coarse_obstacle(module, patch, given, layout)
         if scope is not None:  # `describe` begins calls of its own
             call = scope.call
+            call.coarse = call.coarse and not obstacle
         else:
-            apart = self._needs_all_tokens(module, given)
-            obstacle = self._coarse_obstacle(module, patch, given, layout)
-            tokens = math.prod(layout.grid)
+            apart, tokens = self._needs_all_tokens(module, given), math.prod(layout.grid)
             call = self.start_call(patch, given, latent, layout.size, tokens, apart, obstacle)
-            if call.coarse:
-                return self._run_coarse(call, given, layout, inner)
+        if call.coarse:
+            return self._run_coarse(call, given, layout, inner)
         call.fullness = fullness(latent.shape[0] if latent.ndim > 2 else 1, kwargs)
         decision = decide_layout(call, layout, self.merging, latent)
         if decision.merges and call.settings.metric == "clean":

@@ -414,6 +414,7 @@ def test_options_from_inputs(nodes: dict[str, Any]) -> None:
     }
     fields = {field.name for field in dataclasses.fields(tomesd.Settings)}
     missing = {"seed", "level_ratios", "kind_ratios"}  # in files only
+    missing |= {"coarse"}  # of transformers of diffusers
     assert set(every) == fields - missing - {"depth"} | {"preset", "depth_from", "depth_to"}
     for kind, _ in every.values():
         assert not isinstance(kind, list) or len(set(kind)) == len(kind)

@@ -66,6 +66,7 @@ def apply_patch(
     reuse: int | None = DEFAULT,
     reuse_start: float | None = DEFAULT,
     extrapolate: bool = DEFAULT,
+    coarse: float | None = DEFAULT,
     level_ratios: Mapping[int, float] | None = DEFAULT,
     kind_ratios: Mapping[str, float] | None = DEFAULT,
     protect: Protect = DEFAULT,

@@ -56,6 +56,10 @@ class Part:
     """The same with merging, what the matching costs included."""
     verdict: Verdict | None = None
     """What `when="if_faster"` expects on this machine, in eager mode."""
+    coarse_tokens: int = 0
+    """Tokens at a step that is coarse; 0 if none can be, or if they are unknown."""
+    coarse_flops: int = 0
+    """Floating-point operations of one call at such a step; 0 if they are unknown."""
 
     @property
     def saved(self) -> float:
@@ -84,12 +88,25 @@ class Part:
         if self.settings is None:
             return "not patched"
         words = self._merging()
+        if self.settings.coarse:
+            words += f"; {self._coarse()}"
         if self.settings.reuse is not None:
             words += (
                 f"; one step in {self.settings.reuse} runs the whole model, from progress "
                 f"{self.settings.reuse_start or 0:g} on"
             )
         return words
+
+    def _coarse(self) -> str:
+        assert self.settings is not None
+        if self.flops == 0:
+            return f"coarse up to progress {self.settings.coarse:g}"
+        if self.coarse_tokens == 0:
+            return "no step can be coarse"
+        return (
+            f"coarse up to progress {self.settings.coarse:g}, {self.coarse_tokens} tokens with "
+            f"{self.coarse_flops / self.flops:.1%} of the operations"
+        )
 
     def _merging(self) -> str:
         assert self.settings is not None
@@ -201,7 +218,7 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     settings = patch.settings
     if settings.share == "steps":  # nothing made here may be kept for a real call
         settings = replace(settings, share="level")
-    flops = merged_flops = 0
+    flops = merged_flops = coarse_flops = coarse_tokens = 0
     weight = next(module.parameters())
     if settings.when == "if_faster":
         machine_of(weight.device, weight.dtype)  # nothing can be measured on shapes alone
@@ -209,11 +226,15 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     try:
         flops, _ = _run(module, patch, Settings(ratio=0.0), size, inputs)
         merged_flops, call = _run(module, patch, settings, size, inputs)
+        if settings.coarse:
+            coarse_flops, coarse = _run(module, patch, settings, size, inputs, coarse=True)
+            coarse_tokens = coarse.decisions[0].tokens if coarse.coarse else 0
     except RuntimeError as error:
         if not _reads_data(error):
             raise
     levels, counts = _levels(call.decisions), (patch.blocks, flops, merged_flops)
-    return Part(found.name, patch.settings, size, levels, *counts, call.verdict)
+    of_coarse = (coarse_tokens, coarse_flops)
+    return Part(found.name, patch.settings, size, levels, *counts, call.verdict, *of_coarse)
 
 
 def _decide(
@@ -262,13 +283,18 @@ def _owners(module: nn.Module) -> list[Any]:
 
 
 def _run(
-    module: nn.Module, patch: Patch, settings: Settings, size: tuple[int, int], inputs: Any
+    module: nn.Module,
+    patch: Patch,
+    settings: Settings,
+    size: tuple[int, int],
+    inputs: Any,
+    coarse: bool = False,
 ) -> tuple[int, Call]:
     """Operations of one call on shapes without data, and the call."""
     from torch._subclasses import fake_tensor  # slow to import
     from torch.utils.flop_counter import FlopCounterMode  # looks for triton
 
-    call = Call(patch, settings, size)
+    call = Call(patch, settings, size, coarse=coarse)
     # What torch's counter has no entry for: one attention kernel, and ours.
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     counter = FlopCounterMode(

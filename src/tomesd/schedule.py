@@ -77,6 +77,16 @@ class Timeline:
         assert self.noise is not None
         return 1 - min(1.0, max(0.0, (self.noise - time) / (self.noise - self.image)))
 
+    def level(self, timestep: Tensor) -> Tensor:
+        """The noise level at timesteps, 1 (noise) to 0 (image)."""
+        assert self.noise is not None
+        return (timestep - self.image) / (self.noise - self.image)
+
+    def time(self, level: Tensor) -> Tensor:
+        """The timesteps at noise levels."""
+        assert self.noise is not None
+        return self.image + level * (self.noise - self.image)
+
     def noise_share(self, time: float) -> float:
         """Share of the noise in the latent's variance."""
         if self.shares is not None:

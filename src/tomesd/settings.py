@@ -31,6 +31,8 @@ __all__ = [
 
 DOWNSAMPLES = (1, 2, 4, 8)
 KINDS = ("attn", "crossattn", "mlp")
+_ROUNDING = 1e-4
+"""How far a progress that is read from a timestep may be off."""
 
 Selector = Literal["bipartite", "kmeans", "grid"]
 Metric = Literal["input", "keys", "mean", "previous", "clean"]
@@ -195,6 +197,11 @@ class Settings:
     extrapolate: bool = False
     """With `reuse`: carry on how the last two results differed, instead of using the last one."""
 
+    coarse: float | None = None
+    """Transformers that are rectified flows: up to this progress, run the model on the image at
+    half its height and width, which is a quarter of the tokens, with the noise level that this
+    leaves. Nothing is merged or reused in such steps. `None` and 0 do so at no step."""
+
     protect: Protect = field(default=None, compare=False)
     """Tokens that are merged last: where a mask `[h, w]` of any size is not zero; or, with
     `guidance`, where the prompt made the most difference at the step before."""
@@ -281,7 +288,11 @@ class Settings:
     def changes(self) -> bool:
         """Whether what is merged depends on how far the image is."""
         varies = self.schedule is not None or self.tau is not None or self.span != (0, 1)
-        return varies or self.reuse is not None
+        return varies or self.reuse is not None or bool(self.coarse)
+
+    def is_coarse(self, progress: float) -> bool:
+        """Whether the model runs on a coarser image at a progress, 0 (noise) to 1 (image)."""
+        return progress < (self.coarse or 0.0) - _ROUNDING
 
     @property
     def span(self) -> tuple[float, float]:
@@ -425,7 +436,7 @@ _PROTECT = _Allowed("'guidance' or a tensor [h, w] or [b, h, w]", (str, AnyTenso
 _ALLOWED = {
     name: allowed
     for names, allowed in (
-        ("ratio ratio_end reference_ratio start end tau protect_share reuse_start", _SHARE),
+        ("ratio ratio_end reference_ratio start end tau protect_share reuse_start coarse", _SHARE),
         (
             "use_rand merge_attn merge_crossattn merge_mlp proportional extrapolate",
             _Allowed("a bool", bool),

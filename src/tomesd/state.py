@@ -103,20 +103,25 @@ class Patch:
         _warn_once(self.name, message)
 
     def read_time(
-        self, timestep: Any, size: tuple[int, ...], apart: bool
-    ) -> tuple[Settings, float, Moment | None]:
-        """The settings and the ratio at a timestep, and what the call does if regions are reused.
+        self, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str = ""
+    ) -> tuple[Settings, float, Moment | None, bool]:
+        """The settings and the ratio at a timestep, what the call does if regions are reused, and
+        whether it is made coarse.
 
         Args:
             timestep: a number, or a tensor `[]` or `[T]`.
             size: of the latents: items, tokens of each, and whatever else tells images apart.
             apart: see `Call`; nothing is reused then.
+            obstacle: why the call cannot be made coarse, if it cannot.
         """
-        ratio, selector, *moment = _read_time(self.name, timestep, size, apart).split()
+        said = _read_time(self.name, timestep, size, apart, obstacle)
+        if said == _COARSE:
+            return self.settings, 0.0, None, True
+        ratio, selector, *moment = said.split()
         settings = self.by_selector[selector]
         if not moment:
-            return settings, float(ratio), None
-        return settings, float(ratio), Moment(*map(int, moment))  # type: ignore[arg-type]
+            return settings, float(ratio), None, False
+        return settings, float(ratio), Moment(*map(int, moment)), False  # type: ignore[arg-type]
 
 
 def _warn_once(name: str, message: str) -> None:
@@ -131,7 +136,10 @@ def _warn_once(name: str, message: str) -> None:
 _warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool) -> str:
+_COARSE = "coarse"
+
+
+def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str) -> str:
     patch = _patches[name]
     if isinstance(timestep, Tensor):
         if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -142,6 +150,11 @@ def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool) -> 
         timestep = patch.timeline.noisiest(timestep).float().mean().item()
     time, settings, timeline = float(timestep), patch.settings, patch.timeline
     progress = timeline.progress(time, size[1])
+    if settings.is_coarse(progress):
+        if not obstacle:
+            patch.steps.restart()
+            return _COARSE
+        patch.warn_once(f"tomesd runs steps on all tokens that coarse would make fewer: {obstacle}")
     ratio = f"{ratio_at(time, settings, timeline, size[1])!r} {stage_at(progress, settings)[0]}"
     if settings.reuse is None:
         return ratio
@@ -237,6 +250,8 @@ class Call:
     """What the ratio is now, where it changes."""
     moment: Moment | None = None
     """Whether regions run or are reused, where that changes."""
+    coarse: bool = False
+    """Whether the model runs on a coarser image."""
     apart: bool = False
     """Whether every block has to give all tokens back, because something else wants them."""
     fullness: float = 1.0

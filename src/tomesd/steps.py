@@ -50,6 +50,10 @@ class Steps(threading.local):
         self.time, self.size = time, size
         return resized
 
+    def restart(self) -> None:
+        """Makes the next call the first one of an image."""
+        self.time, self.ran = float("-inf"), {}
+
     def moment(self, every: int, started: bool) -> Moment:
         """What the call does, if regions run at every so many steps once this has started."""
         last = self.ran.get(self.nth)

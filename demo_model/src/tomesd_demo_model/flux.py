@@ -31,10 +31,12 @@ class SpreadFluxTransformer(FluxTransformer2DModel):
     def forward(self, *args: Any, img_ids: Tensor, **kwargs: Any) -> Any:
         """
         Args:
-            img_ids: 0, row and column of each token, `[N, 3]`, as FluxPipeline makes them.
+            img_ids: 0, row and column of each token, `[N, 3]`, as FluxPipeline makes them; or the
+                middle of several tokens.
         """
         places = img_ids[:, 1:].float()
-        places = (places + 0.5) * (GRID / (places.amax() + 1)) - 0.5
+        # The first token is as far from one edge as the last one is from the other.
+        places = (places + 0.5) * (GRID / (places.amin() + places.amax() + 1)) - 0.5
         spread = torch.cat([img_ids[:, :1].float(), places], dim=1)
         return super().forward(*args, img_ids=spread, **kwargs)
 

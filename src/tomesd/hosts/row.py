@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..policy import Layout
-from ..regions import Along, Given, Tokens
+from ..regions import Along, Coarse, Given, Tokens
 from ..schedule import Timeline
 from ..settings import Settings
 from . import layouts, layouts_comfy
@@ -102,6 +102,8 @@ class Transformer:
     time: str = "timestep"
     between: tuple[str, ...] = ()
     """Arguments that add something to all tokens between the blocks, or pass blocks by."""
+    coarse: Coarse | None = None
+    """How it is run on a coarser image, if that is known."""
     reason: str = ""
     """Why tokens cannot be merged in it."""
 
@@ -134,6 +136,8 @@ class Transformer:
                 f"reference_ratio={settings.reference_ratio!r}: means nothing on a {self.name}: it "
                 "takes no reference images"
             )
+        if settings.coarse and self.coarse is None:
+            raise ValueError(f"coarse={settings.coarse!r}: means nothing on a {self.name}")
         if settings.metric == "keys":
             raise ValueError(f"metric='keys': means nothing on a {self.name}")
         if settings.metric == "clean" and (not self.flow):

@@ -6,7 +6,7 @@ What a row needs is in docs/development.md.
 import math
 from typing import Any
 
-from ..regions import Along
+from ..regions import Along, Coarse
 from ..schedule import Timeline
 from . import layouts as at
 from .row import Blocks, Transformer
@@ -69,6 +69,12 @@ _COSMOS = (
 )
 
 
+# How the latent, and what says its size, are made coarse. Where places are given, a token gets the
+# mean of those that it stands for; elsewhere, the model just sees a smaller image.
+_RESIZED = Coarse()
+_PLACED = Coarse(side=2, places="img_ids", mask=_MASK, full=_CONTROL)
+
+
 def _list(path: str, *along: Along, **fields: Any) -> tuple[Blocks]:
     """One list of blocks."""
     return (Blocks(path, along=along, **fields),)
@@ -109,8 +115,14 @@ def _3d(name: str, *row: Any, **fields: Any) -> Transformer:
 
 
 _IMAGES = (
-    _2d("Flux", _apart(_ALL_ROWS), at.from_ids, _SIGMAS, between=_CONTROL),
-    _2d("Flux2", _then_joint(_ALL_ROWS), at.from_flux2, _SIGMAS),
+    _2d("Flux", _apart(_ALL_ROWS), at.from_ids, _SIGMAS, between=_CONTROL, coarse=_PLACED),
+    _2d(
+        "Flux2",
+        _then_joint(_ALL_ROWS),
+        at.from_flux2,
+        _SIGMAS,
+        coarse=Coarse(side=2, places="img_ids", full=("kv_cache_mode",)),
+    ),
     _2d(
         "Flux3",
         # In the blocks before, each picture is by itself.
@@ -118,13 +130,21 @@ _IMAGES = (
         at.from_flux3,
         _SIGMAS,
     ),
-    _2d("Chroma", _then_joint(_ALL_ROWS, _of_all(_MASK)), at.from_ids, _SIGMAS, between=_CONTROL),
+    _2d(
+        "Chroma",
+        _then_joint(_ALL_ROWS, _of_all(_MASK)),
+        at.from_ids,
+        _SIGMAS,
+        between=_CONTROL,
+        coarse=_PLACED,
+    ),
     _2d(
         "SD3",
         _list(_FIRST, output=1),
         at.from_image,
         _THOUSAND,
         between=("block_controlnet_hidden_states", "skip_layers"),
+        coarse=Coarse(full=("block_controlnet_hidden_states",)),
     ),
     _2d(
         "QwenImage",
@@ -132,6 +152,7 @@ _IMAGES = (
         at.from_qwen,
         _SIGMAS,
         between=_CONTROL,
+        coarse=Coarse(side=2, grids="img_shapes", full=_CONTROL),
     ),
     _2d(
         "QwenImage21",
@@ -162,12 +183,14 @@ _IMAGES = (
         _RISING,
         time="t",
         between=("controlnet_block_samples",),
+        coarse=Coarse(full=("controlnet_block_samples", "siglip_feats", "image_noise_mask")),
     ),
     _2d(
         "Lumina2",
         _list("layers", _of_all(_MASK), _of_all(_ROPE), joint=True, text="ragged"),
         at.from_lumina2,
         _RISING,
+        coarse=_RESIZED,
     ),
     Transformer(
         "LuminaNextDiT2DModel",
@@ -175,7 +198,13 @@ _IMAGES = (
         at.from_image,
         _RISING,
     ),
-    _2d("AuraFlow", _then_joint(first="joint_transformer_blocks"), at.from_image, _SIGMAS),
+    _2d(
+        "AuraFlow",
+        _then_joint(first="joint_transformer_blocks"),
+        at.from_image,
+        _SIGMAS,
+        coarse=_RESIZED,
+    ),
     _2d(
         "HiDreamImage",
         (
@@ -199,14 +228,26 @@ _IMAGES = (
         _THOUSAND,
         time="timesteps",
     ),
-    _2d("HunyuanImage", _image_first(_IMAGE_ROWS), at.from_image, _THOUSAND),
+    _2d(
+        "HunyuanImage",
+        _image_first(_IMAGE_ROWS),
+        at.from_image,
+        _THOUSAND,
+        coarse=Coarse(full=("timestep_r",)),
+    ),
     Transformer(
         "HunyuanDiT2DModel",
         _list("blocks", _IMAGE_ROWS, _of_image("skip", mean=True), alone=True),
         between=("controlnet_block_samples",),
     ),
     _2d("CogView3Plus", _dual()),
-    _2d("CogView4", _dual(_IMAGE_ROWS, refused=(_MASK,)), at.from_image, _THOUSAND),
+    _2d(
+        "CogView4",
+        _dual(_IMAGE_ROWS, refused=(_MASK,)),
+        at.from_image,
+        _THOUSAND,
+        coarse=Coarse(full=(_ROPE,)),
+    ),
     _2d(
         "GlmImage",
         _dual(_IMAGE_ROWS, refused=(_MASK,)),
@@ -270,7 +311,13 @@ _IMAGES = (
 )
 
 _VIDEOS = (
-    _3d("Wan", _list("blocks", *_WAN, attention="attn1"), at.from_video, _THOUSAND),
+    _3d(
+        "Wan",
+        _list("blocks", *_WAN, attention="attn1"),
+        at.from_video,
+        _THOUSAND,
+        coarse=_RESIZED,
+    ),
     _3d(
         "WanVACE",
         _list("blocks", *_WAN, attention="attn1"),
@@ -315,7 +362,13 @@ _VIDEOS = (
         at.from_video,
         _THOUSAND,
     ),
-    _3d("HunyuanVideo", _image_first(_FREQUENCIES), at.from_hunyuan_video, _THOUSAND),
+    _3d(
+        "HunyuanVideo",
+        _image_first(_FREQUENCIES),
+        at.from_hunyuan_video,
+        _THOUSAND,
+        coarse=_RESIZED,
+    ),
     _3d(
         "HunyuanVideoFramepack",
         (
@@ -362,6 +415,7 @@ _VIDEOS = (
         _list(_FIRST, _of_image(_ROPE), _of_image("temb"), attention="attn1"),
         at.from_ltx,
         _THOUSAND,
+        coarse=Coarse(side=1, numbers=("height", "width"), full=("video_coords",)),
     ),
     _3d(
         "LTX2Video",

@@ -63,7 +63,8 @@ def sites(
             yield from _block_sites(block, part, settings, first, last)
     names = tuple(parameters(model))
     paths = tuple(part.path for part in row.lists)
-    yield model, TransformerRoot(names, row.time, row.layout, row.between, paths, len(chosen))
+    root = TransformerRoot(names, row.time, row.layout, row.between, paths, len(chosen), row.coarse)
+    yield model, root
 
 
 def _runs(model: Any, part: Blocks) -> list[list[nn.Module]]:

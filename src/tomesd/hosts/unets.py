@@ -252,7 +252,7 @@ def check_options(settings: Settings, module: nn.Module) -> None:
     model = type(module).__name__
     if settings.metric == "clean":
         raise ValueError(f"metric='clean': a {model} is no rectified flow")
-    for name in ("depth", "st", "reference_ratio"):
+    for name in ("depth", "st", "reference_ratio", "coarse"):
         value = getattr(settings, name)
         if value is not None:
             raise ValueError(

@@ -8,29 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..coarse import SIDE
 from ..planning import expect_clean, load_kernels, note_guidance, recall_guidance
 from ..policy import Layout, decide, decide_layout, explain_nothing
-from ..state import Call, Patch, Scope, current_scope, refuse_outside, run_inside
+from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
+from .coarse import Coarse
+from .given import Given
 from .role import Inner, Role
 
-__all__ = ["Given", "Stack", "TransformerRoot", "UNetRoot", "fullness", "score_heads"]
-
-
-@dataclass(frozen=True)
-class Given:
-    """The arguments of a call, by name; `a.b` is the entry `b` of the dict `a`, if it has one."""
-
-    names: tuple[str, ...]
-    args: tuple
-    kwargs: dict
-
-    def __getitem__(self, name: str) -> Any:
-        name, *entries = name.split(".")
-        place = self.names.index(name) if name in self.names else len(self.args)
-        value = self.args[place] if place < len(self.args) else self.kwargs.get(name)
-        for entry in entries:
-            value = value.get(entry) if isinstance(value, dict) else None
-        return value
+__all__ = ["Stack", "TransformerRoot", "UNetRoot", "fullness", "score_heads"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +27,14 @@ class _Root(Role):
     """The parameter that takes the timestep."""
 
     def start_call(
-        self, patch: Patch, given: Given, latent: Tensor, size: Any, tokens: int, apart: bool
+        self,
+        patch: Patch,
+        given: Given,
+        latent: Tensor,
+        size: Any,
+        tokens: int,
+        apart: bool,
+        obstacle: str = "",
     ) -> Call:
         """
         Args:
@@ -49,13 +42,15 @@ class _Root(Role):
             size: height and width of the latent.
             tokens: of the image.
             apart: see `Call`.
+            obstacle: why the call cannot be made coarse, if it cannot.
         """
         value = given[self.time]
         call = Call(patch, patch.settings, size, _on_device(value, latent.device, patch))
         call.apart = apart
         if patch.settings.changes and value is not None:
             sizes = (latent.shape[0], tokens, *size)
-            call.settings, call.ratio, call.moment = patch.read_time(value, sizes, apart)
+            now = patch.read_time(value, sizes, apart, obstacle)
+            call.settings, call.ratio, call.moment, call.coarse = now
         return call
 
     def finish_call(self, call: Call) -> None:
@@ -95,6 +90,8 @@ class TransformerRoot(_Root):
     """Where the blocks are."""
     merging: int
     """Blocks that merge."""
+    coarse: Coarse | None = None
+    """How its arguments are made coarse, if they can be."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         scope = current_scope(patch)
@@ -104,11 +101,15 @@ class TransformerRoot(_Root):
         given = Given(self.names, args, kwargs)
         layout = self.read(module, given)
         latent = _first_tensor((*args, *kwargs.values()))
+        obstacle = self._coarse_obstacle(module, patch, given, layout)
         if scope is not None:  # `describe` begins calls of its own
             call = scope.call
+            call.coarse = call.coarse and not obstacle
         else:
-            apart = self._needs_all_tokens(module, given)
-            call = self.start_call(patch, given, latent, layout.size, math.prod(layout.grid), apart)
+            apart, tokens = self._needs_all_tokens(module, given), math.prod(layout.grid)
+            call = self.start_call(patch, given, latent, layout.size, tokens, apart, obstacle)
+        if call.coarse:
+            return self._run_coarse(call, given, layout, inner)
         call.fullness = fullness(latent.shape[0] if latent.ndim > 2 else 1, kwargs)
         decision = decide_layout(call, layout, self.merging, latent)
         if decision.merges and call.settings.metric == "clean":
@@ -119,13 +120,42 @@ class TransformerRoot(_Root):
         self.finish_call(call)
         return output
 
+    def _coarse_obstacle(self, module: Any, patch: Patch, given: Given, layout: Layout) -> str:
+        """Why a call cannot be made coarse; empty if it can, or if that is not wanted."""
+        if not patch.settings.coarse or self.coarse is None:
+            return ""
+        if self._caches_attention(module) or self._may_skip_blocks(module):
+            return "a cache uses what blocks gave at other steps"
+        return self.coarse.obstacle(module, given, layout, self.time)
+
+    def _run_coarse(self, call: Call, given: Given, layout: Layout, inner: Inner) -> Any:
+        """Calls the model on a coarser image. Nothing merges in it, or is reused."""
+        assert self.coarse is not None
+        if call.settings.active:  # the next step can match on what two latents lead to
+            expect_clean(call, layout.tokens_of(given[self.names[0]]))
+        frames, h, w = layout.grid
+        grid = (frames, h // SIDE, w // SIDE)
+        decision = Decision(grid, 0, math.prod(grid))
+        call.decisions.append(decision)
+
+        def run_idle(*args: Any, **kwargs: Any) -> Any:
+            return run_inside(Scope(call, decision), inner, *args, **kwargs)
+
+        output = self.coarse.run(given, layout, call.patch.timeline, self.time, run_idle)
+        self.finish_call(call)
+        return output
+
+    def _may_skip_blocks(self, module: nn.Module) -> bool:
+        """Whether a cache may use what a block gave last time instead of running it."""
+        return any(_may_be_skipped(block) for name in self.lists for block in getattr(module, name))
+
     def _needs_all_tokens(self, module: nn.Module, given: Given) -> bool:
         """Whether something wants all tokens after each block."""
         # Where gradients are wanted, a block may be run again on its own (checkpointing), and must
         # not depend on what another one has kept.
         if torch.is_grad_enabled() or any(given[name] is not None for name in self.between):
             return True
-        return any(_may_be_skipped(block) for name in self.lists for block in getattr(module, name))
+        return self._may_skip_blocks(module)
 
     def _caches_attention(self, module: nn.Module) -> bool:
         """Whether what a layer in a block gave may be used at another step."""
@@ -168,7 +198,6 @@ def _is_cached(layer: nn.Module) -> bool:
 
 
 def _may_be_skipped(block: nn.Module) -> bool:
-    """Whether a cache may use what the block gave last time instead of running it."""
     registry = block.__dict__.get("_diffusers_hook")
     return registry is not None and any(name not in _PLAIN_HOOKS for name in registry.hooks)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import tomesd_demo_model
 import torch
 from PIL import Image
-from torch import Tensor
 from tomesd_demo_model.captions import sample_scenes
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "demo_model" / "training"))
 from data import describe

@@ -26,7 +26,7 @@ import numpy as np
 import tomesd_demo_model
 import torch
 import torch.nn.functional as F
-from compose_scenes import compose
+from compose_scenes import compose  # it puts demo_model/training on the path
 from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from flow import pack, unpack

@@ -77,9 +77,7 @@ def coarse(
 
 def first_block(threshold: float) -> Way:
     label = f"first block cache {threshold:g}"
-    return Way(
-        "first block cache", label, {"threshold": threshold}, share=FEW, cache="first block"
-    )
+    return Way("first block cache", label, {"threshold": threshold}, share=FEW, cache="first block")
 
 
 def magnitude(threshold: float, skip: int) -> Way:
@@ -87,9 +85,10 @@ def magnitude(threshold: float, skip: int) -> Way:
     return Way("MagCache", f"MagCache {threshold:g}, {skip}", options, share=FEW, cache="magnitude")
 
 
-def taylor(interval: int) -> Way:
-    options = {"cache_interval": interval, "max_order": 1}
-    return Way("TaylorSeer", f"TaylorSeer {interval}", options, share=FEW, cache="taylor")
+def taylor(interval: int, before: int = 3) -> Way:
+    options = {"cache_interval": interval, "disable_cache_before_step": before, "max_order": 1}
+    label = f"TaylorSeer {interval}" + (f" from step {before}" if before > 3 else "")
+    return Way("TaylorSeer", label, options, share=FEW, cache="taylor")
 
 
 TRANSFORMER = [
@@ -99,7 +98,7 @@ TRANSFORMER = [
     fewer(0.5, share=1),
     coarse(0.3, share=1),
     # Each family from slow to fast.
-    first_block(0.1),
+    first_block(0.12),
     magnitude(0.06, 3),
     taylor(2),
     reuse(2, 0.5),
@@ -117,12 +116,15 @@ TRANSFORMER = [
     coarse(0.25, every=2, start=0.5),
     coarse(0.25, every=3, start=0.5),
     *(coarse(0.3, steps=steps) for steps in (0.71, 0.5)),
-    first_block(0.05),
+    # Caches that are slower and faster.
     first_block(0.2),
-    magnitude(0.03, 2),
     magnitude(0.12, 5),
     taylor(3),
-    taylor(4),
+    first_block(0.08),
+    magnitude(0.02, 3),
+    taylor(2, before=10),
+    first_block(0.3),
+    taylor(5),
     # What is left of the grid.
     reuse(4, 0.25),
     reuse(2, 0.1),

@@ -33,7 +33,9 @@ TABLES = {
     "quality against speed": quality.front,
     "quality of presets": quality.preset_quality,
     "search": quality.search,
-    "steps": quality.steps_left_out,
+    "trade-offs": quality.tradeoffs("transformer", 512),
+    "trade-offs at 256 px": quality.tradeoffs("transformer", 256),
+    "trade-offs of the UNet": quality.tradeoffs("unet", 256),
     "defaults": quality.defaults,
     **{name: quality.ablation(name) for name in ("partition", "layers", "levels", "schedule")},
     "other algorithms": quality.other_algorithms,
@@ -46,4 +48,5 @@ FIGURES = {
     "quality/paper.svg": figures.paper,
     "quality/front.svg": figures.front,
     "quality/search.svg": figures.search,
+    "quality/tradeoffs.svg": figures.tradeoffs,
 }

@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--steps", type=int, help="of unmerged images; 28 on the transformer, 20 on the UNet")
     add("--guidance", type=float, help="4 on the transformer, 5 on the UNet")
     add("--scheduler", choices=["own", "ddim", "plms"], default="own")
-    add("--images", type=int, default=500, help="of the most important rows; others have fewer")
+    add("--images", type=int, default=512, help="of the most important rows; others have fewer")
     add("--batch", type=int, default=32, help="images made together")
     add("--rows", default="", help="regular expression that labels must match")
     add("--budget", type=float, default=1e9, help="seconds after which no row begins")

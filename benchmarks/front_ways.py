@@ -33,9 +33,9 @@ class Way:
         return "tomesd" if self.options else "unpatched" if self.steps < 1 else "unmerged"
 
 
-FEW = 0.4
+FEW = 0.5
 """Share of the images of rows to explore with."""
-SLOW = 0.2
+SLOW = 0.25
 """The same, where the model runs merged images one by one."""
 
 
@@ -108,8 +108,6 @@ TRANSFORMER = [
     fewer(0.25),
     coarse(0.2),
     coarse(0.5),
-    merged("merged to .5", ratio=0.5, end=0.5),
-    merged("merged at all steps", ratio=0.5, start=0.0, end=1.0),
     # Both together.
     *(coarse(end, every=every) for end in (0.15, 0.25, 0.35) for every in (2, 4)),
     *(coarse(end, every=3) for end in (0.15, 0.35)),
@@ -125,6 +123,9 @@ TRANSFORMER = [
     taylor(2, before=10),
     first_block(0.3),
     taylor(5),
+    # What the library did first.
+    merged("merged to .5", ratio=0.5, end=0.5),
+    merged("merged at all steps", ratio=0.5, start=0.0, end=1.0),
     # What is left of the grid.
     reuse(4, 0.25),
     reuse(2, 0.1),

@@ -47,6 +47,6 @@ FIGURES = {
     "performance/matching.svg": figures.matching,
     "quality/paper.svg": figures.paper,
     "quality/front.svg": figures.front,
-    "quality/search.svg": figures.search,
     "quality/tradeoffs.svg": figures.tradeoffs,
+    "quality/search.svg": figures.search,
 }

@@ -175,5 +175,6 @@ def label_speed(axes: Any, attention: str, score: str) -> None:
 def save_with_legend(picture: Any, path: Path) -> None:
     """The legend is in the first of the panels that have the most in it."""
     fullest = max(picture.axes, key=lambda axes: len(axes.get_legend_handles_labels()[0]))
-    fullest.legend(frameon=False, fontsize=8)
+    if fullest.get_legend_handles_labels()[0]:
+        fullest.legend(frameon=False, fontsize=8)
     save_figure(picture, path)

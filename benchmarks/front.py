@@ -21,15 +21,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import compose_scenes  # noqa: F401  (it puts demo_model/training on the path)
 import front_caches
 import numpy as np
 import tomesd_demo_model
 import torch
 import torch.nn.functional as F
-from compose_scenes import compose  # it puts demo_model/training on the path
 from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from flow import pack, unpack
+from front_judge import Judge
 from front_ways import WAYS, Way
 from PIL import Image, ImageDraw
 from rows import RESULTS
@@ -39,14 +40,9 @@ from torch import Tensor
 import tomesd
 from tomesd.bench import RowFile
 from tomesd.bench.rows import Row
-from tomesd.evaluation.distances import fid_estimate, kid_estimate, kid_shares
-from tomesd.evaluation.estimates import Array, Estimate, mean_estimate
-from tomesd.evaluation.metrics import paired_scores
-from tomesd.evaluation.networks import Inception, Lpips
 from tomesd.generation.loading import denoiser, load_pipeline
 from tomesd.generation.sampling import set_scheduler
 
-FEWEST_FOR_KID, FEWEST_FOR_FID = 50, 500
 SHOWN, COLUMNS = 256, 8
 """Side of the images on the sheet, and how many of them a row has."""
 
@@ -176,67 +172,6 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class Judge:
-    """Compares images with the unmerged ones, and with composed scenes."""
-
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        # Stored in half precision, they are smaller to carry to a GPU.
-        self.lpips = Lpips(path=args.lpips).float().to(device)
-        self.inception = Inception(args.inception).float().to(device)
-        self.device = device
-        self.scenes: Tensor | None = None
-        if args.sprites:
-            parts = compose(args.sprites, args.scenes, args.pixels, device)
-            self.scenes = torch.cat([self.features(part) for part in parts])
-        self.unmerged: tuple[Tensor, Tensor] | None = None
-
-    def features(self, images: Tensor) -> Tensor:
-        """[N, 2048] of images [N, 3, H, W] of uint8"""
-        return torch.cat([self.inception(part.to(self.device)) for part in images.split(64)])
-
-    def scores(self, images: Tensor) -> tuple[Row, dict[str, Array]]:
-        """Estimates, and what they are worked out from."""
-        kept: dict[str, Array] = {}
-        found: dict[str, Estimate] = {}
-        count, features = len(images), None
-        if count >= FEWEST_FOR_KID:
-            features = self.features(images)
-            kept["features"] = features.half().cpu().numpy()
-        if self.unmerged is None:
-            self.unmerged = images, features
-        else:
-            pairs = zip(images.split(16), self.unmerged[0][:count].split(16), strict=True)
-            parts = [paired_scores(one, other, self.lpips) for one, other in pairs]
-            kept |= {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            found |= {name: mean_estimate(kept[name]) for name in parts[0]}
-        if features is not None:
-            found |= self._distances(features, self.unmerged[1][:count])
-        return {
-            f"{name}{end}": value
-            for name, one in found.items()
-            for end, value in (("", one.value), ("_low", one.low), ("_high", one.high))
-        }, kept
-
-    def _distances(self, features: Tensor, unmerged: Tensor) -> dict[str, Estimate]:
-        """Intervals are bootstraps over images; scenes are taken as given.
-
-        `kid_change` is how much KID to the scenes rises over that of the unmerged images of the
-        same captions and seeds: much surer than either.
-        """
-        is_base = features.shape == unmerged.shape and torch.equal(features, unmerged)
-        found = {}
-        if not is_base:
-            found["kid_unmerged"] = kid_estimate(features, unmerged, paired=True)
-        if self.scenes is not None:
-            found["kid"] = kid_estimate(features, self.scenes)
-            if not is_base:
-                mine, base = (kid_shares(one, self.scenes) for one in (features, unmerged))
-                found["kid_change"] = mean_estimate(mine - base)
-            if len(features) >= FEWEST_FOR_FID:
-                found["fid"] = fid_estimate(features, self.scenes)
-        return found
-
-
 def write_sheet(strips: dict[str, Tensor], path: Path) -> None:
     """The first captions, a row of images for each way."""
     line = 14
@@ -272,17 +207,20 @@ def run(args: argparse.Namespace) -> list[str]:
             continue
         try:
             images, took = make(model, way, count, args)
-        except (TypeError, ValueError, RuntimeError) as error:
-            problems.append(f"{way.label}: {error}")
+            scores, kept = judge.scores(images)
+        except Exception as error:
+            if base is None:
+                raise
+            # The other rows can do without this one.
+            problems.append(f"{way.label}: {type(error).__name__}: {error}")
             print(problems[-1], flush=True)
             continue
         base = base or took
-        scores, kept = judge.scores(images)
         row = {**identity(way, model, args), "images": count, **took, **scores}
         row["speedup"] = base["seconds_per_image"] / took["seconds_per_image"]
         row["work"] = took["block_tokens"] and took["block_tokens"] / base["block_tokens"]
         file.add(row)
-        np.savez(args.out / f"{number:02d}-{re.sub(r'[^a-z0-9.]+', '-', way.label)}.npz", **kept)
+        np.savez(args.out / f"{number:02d}-{re.sub(r'[^A-Za-z0-9.]+', '-', way.label)}.npz", **kept)
         strips[way.label] = shrunk(images)
         told = {name: row.get(name) for name in ("speedup", "work", "lpips", "kid", "kid_change")}
         told = {name: round(value, 4) for name, value in told.items() if value is not None}

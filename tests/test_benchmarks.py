@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import front
+import front_judge
 import numpy as np
 import pytest
 import quality
 import rule
+import torch
 from cases import CASES
 from front_ways import WAYS
 from quality_settings import SECTIONS, TAU_40, Section, ours
@@ -106,7 +108,10 @@ def front_rows(tmp_path: Path, *arguments: str, rows: str) -> list[dict[str, Any
 
 
 def test_the_front_has_quality_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "FEWEST_FOR_KID", 2)
+    monkeypatch.setattr(front_judge, "FEWEST_FOR_KID", 2)
+    monkeypatch.setattr(front_judge, "FEWEST_FOR_FID", 2)
+    scenes = torch.randint(256, (4, 3, 64, 64), dtype=torch.uint8)
+    monkeypatch.setattr(front_judge, "compose", lambda *arguments: scenes.split(2))
     ways = [
         way for way in WAYS["transformer"] if way.label in ("reuse 3 from 0.25", "TaylorSeer 2")
     ]
@@ -114,8 +119,8 @@ def test_the_front_has_quality_and_speed(tmp_path: Path, monkeypatch: pytest.Mon
     ways += [front.Way("fewer steps", "half", steps=0.5), front.Way("reuse", "bad", {"reuse": 0})]
     ways = [replace(way, share=1) for way in ways]
     monkeypatch.setitem(front.WAYS, "transformer", ways)
-    with pytest.raises(SystemExit, match="bad: reuse=0"):
-        front_rows(tmp_path, "--pixels", "128", rows="")
+    with pytest.raises(SystemExit, match="bad: ValueError: reuse=0"):
+        front_rows(tmp_path, "--pixels", "128", "--sprites", "none.npz", rows="")
     rows = {row["label"]: row for row in read_rows(tmp_path / "rows.jsonl")}
     assert list(rows) == ["unmerged", "reuse 3 from 0.25", "TaylorSeer 2", "loose", "half"]
     # Two of four steps leave out 14 of 16 blocks; TaylorSeer leaves out one step, of all blocks;
@@ -123,9 +128,11 @@ def test_the_front_has_quality_and_speed(tmp_path: Path, monkeypatch: pytest.Mon
     works = {"reuse 3 from 0.25": 1 - 14 / 32, "TaylorSeer 2": 0.75, "half": 0.5}
     works |= {"unmerged": 1, "loose": 1 - 3 / 4 * 15 / 16}
     assert {label: row["work"] for label, row in rows.items()} == pytest.approx(works)
-    assert "lpips" not in rows.pop("unmerged")
+    base = rows.pop("unmerged")
+    assert base["fid"] > 0 and "lpips" not in base
     for row in rows.values():
         assert 10 < row["psnr"] < 60 and 0 < row["lpips"] < 1 and row["kid_unmerged"] != 0
+        assert row["kid_change"] == pytest.approx(row["kid"] - base["kid"])
     out = sorted((tmp_path / "out").iterdir())
     assert [path.suffix for path in out] == [".npz"] * 5 + [".jpg"]
     with np.load(out[1]) as kept:

@@ -9,11 +9,14 @@ from.
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import tomesd_demo_model
+import torch
 from PIL import Image
 from tomesd_demo_model.captions import sample_scenes
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "demo_model" / "training"))
 from data import describe
@@ -24,6 +27,21 @@ AT_ONCE = 20
 SEED = 11
 
 
+def compose(
+    sprites: Path, count: int, side: int, device: torch.device | str = "cpu"
+) -> Iterator[Tensor]:
+    """Scenes [20, 3, side, side] of uint8 on the device, until there are so many."""
+    shipped = len(tomesd_demo_model.held_out_captions())
+    scenes = sample_scenes(shipped + count)[shipped:]
+    tokenizer = WordTokenizer(tomesd_demo_model.path() / "tokenizer")
+    composer = Composer(sprites, device)
+    for first in range(0, count, AT_ONCE):
+        described = describe(scenes[first : first + AT_ONCE], tokenizer, SEED + first)
+        composer.generator.manual_seed(SEED + first)
+        pictures = composer(described, side, chunk=AT_ONCE)
+        yield ((pictures + 1) * 127.5).round().clamp(0, 255).byte()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -32,17 +50,10 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=256)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    shipped = len(tomesd_demo_model.held_out_captions())
-    scenes = sample_scenes(shipped + args.count)[shipped:]
-    tokenizer = WordTokenizer(tomesd_demo_model.path() / "tokenizer")
-    composer = Composer(args.sprites, "cpu")
-    for first in range(0, args.count, AT_ONCE):
-        described = describe(scenes[first : first + AT_ONCE], tokenizer, SEED + first)
-        composer.generator.manual_seed(SEED + first)
-        pictures = composer(described, args.size, chunk=AT_ONCE)
-        pixels = ((pictures + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1)
-        for place, one in enumerate(pixels.numpy(), start=first):
-            Image.fromarray(one).save(args.folder / f"{place:05d}.png")
+    parts = compose(args.sprites, args.count, args.size)
+    pictures = (picture for part in parts for picture in part.permute(0, 2, 3, 1).numpy())
+    for place, picture in enumerate(pictures):
+        Image.fromarray(picture).save(args.folder / f"{place:05d}.png")
 
 
 if __name__ == "__main__":

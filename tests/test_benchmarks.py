@@ -1,18 +1,24 @@
 """The benchmarks measure what the tables in the documents show."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import front
+import front_judge
+import numpy as np
 import pytest
 import quality
 import rule
+import torch
 from cases import CASES
+from front_ways import WAYS
 from quality_settings import SECTIONS, TAU_40, Section, ours
 
 from tomesd.bench.rows import read_rows
 from tomesd.files import json_lines
-from tomesd.generation import load_pipeline
+from tomesd.generation import load_pipeline, sample
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -86,3 +92,74 @@ def test_the_decisions_in_the_rows_are_those_of_the_rule(tmp_path: Path) -> None
     # How long the host takes for a kernel comes from other models too.
     names = ("setting", "label", "mode", "merges", "measured")
     assert [[r[n] for n in names] for r in now] == [[r[n] for n in names] for r in kept]
+
+
+@pytest.mark.parametrize("model", WAYS)
+def test_ways_to_make_images_have_names_of_their_own(model: str) -> None:
+    labels = [way.label for way in WAYS[model]]
+    assert len(set(labels)) == len(labels)
+
+
+def front_rows(tmp_path: Path, *arguments: str, rows: str) -> list[dict[str, Any]]:
+    few = ["--device", "cpu", "--images", "2", "--steps", "4", "--batch", "2", "--rows", rows]
+    places = ["--rows-file", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    front.main([*few, *places, *arguments])
+    return read_rows(tmp_path / "rows.jsonl")
+
+
+def test_the_front_has_quality_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_judge, "FEWEST_FOR_KID", 2)
+    monkeypatch.setattr(front_judge, "FEWEST_FOR_FID", 2)
+    scenes = torch.randint(256, (4, 3, 64, 64), dtype=torch.uint8)
+    monkeypatch.setattr(front_judge, "compose", lambda *arguments: scenes.split(2))
+    ways = [
+        way for way in WAYS["transformer"] if way.label in ("reuse 3 from 0.25", "TaylorSeer 2")
+    ]
+    ways += [front.Way("first block cache", "loose", {"threshold": 9.0}, cache="first block")]
+    ways += [front.Way("fewer steps", "half", steps=0.5), front.Way("reuse", "bad", {"reuse": 0})]
+    ways = [replace(way, share=1) for way in ways]
+    monkeypatch.setitem(front.WAYS, "transformer", ways)
+    with pytest.raises(SystemExit, match="bad: ValueError: reuse=0"):
+        front_rows(tmp_path, "--pixels", "128", "--sprites", "none.npz", rows="")
+    rows = {row["label"]: row for row in read_rows(tmp_path / "rows.jsonl")}
+    assert list(rows) == ["unmerged", "reuse 3 from 0.25", "TaylorSeer 2", "loose", "half"]
+    # Two of four steps leave out 14 of 16 blocks; TaylorSeer leaves out one step, of all blocks;
+    # the other cache, three steps but for the first block.
+    works = {"reuse 3 from 0.25": 1 - 14 / 32, "TaylorSeer 2": 0.75, "half": 0.5}
+    works |= {"unmerged": 1, "loose": 1 - 3 / 4 * 15 / 16}
+    assert {label: row["work"] for label, row in rows.items()} == pytest.approx(works)
+    base = rows.pop("unmerged")
+    assert base["fid"] > 0 and "lpips" not in base
+    for row in rows.values():
+        assert 10 < row["psnr"] < 60 and 0 < row["lpips"] < 1 and row["kid_unmerged"] != 0
+        assert row["kid_change"] == pytest.approx(row["kid"] - base["kid"])
+    out = sorted((tmp_path / "out").iterdir())
+    assert [path.suffix for path in out] == [".npz"] * 5 + [".jpg"]
+    with np.load(out[1]) as kept:
+        assert kept["features"].shape == (2, 2048)
+        assert kept["psnr"].mean() == rows["reuse 3 from 0.25"]["psnr"]
+
+
+def test_magcache_is_calibrated_and_leaves_steps_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"threshold": 9.0, "max_skip_steps": 1, "retention_ratio": 0.0}
+    way = front.Way("MagCache", "loose", options, cache="magnitude")
+    monkeypatch.setitem(front.WAYS, "transformer", [way])
+    rows = front_rows(tmp_path, "--pixels", "64", rows="")
+    assert [row["work"] for row in rows] == [1.0, 0.5]  # the first step, and each second one
+
+
+@pytest.mark.parametrize(("model", "guidance"), [("transformer", 4.0), ("unet", 5.0)])
+def test_unmerged_images_of_the_front_are_those_of_the_pipeline(
+    model: str, guidance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(front, "shrunk", lambda images: made.append(images) or images[:, :, :256])
+    front_rows(tmp_path, "--model", model, "--pixels", "64", rows="none")
+    pipe = load_pipeline(model, device="cpu")
+    captions = front.tomesd_demo_model.held_out_captions()
+    for seed in range(2):
+        image = sample(pipe, captions[seed], seed=seed, size=(64, 64), steps=4, guidance=guidance)
+        difference = made[0][seed].permute(1, 2, 0).numpy() - np.array(image.image, dtype=float)
+        assert np.abs(difference).max() <= 2

@@ -33,7 +33,9 @@ TABLES = {
     "quality against speed": quality.front,
     "quality of presets": quality.preset_quality,
     "search": quality.search,
-    "steps": quality.steps_left_out,
+    "trade-offs": quality.tradeoffs("transformer", 512),
+    "trade-offs at 256 px": quality.tradeoffs("transformer", 256),
+    "trade-offs of the UNet": quality.tradeoffs("unet", 256),
     "defaults": quality.defaults,
     **{name: quality.ablation(name) for name in ("partition", "layers", "levels", "schedule")},
     "other algorithms": quality.other_algorithms,
@@ -45,5 +47,6 @@ FIGURES = {
     "performance/matching.svg": figures.matching,
     "quality/paper.svg": figures.paper,
     "quality/front.svg": figures.front,
+    "quality/tradeoffs.svg": figures.tradeoffs,
     "quality/search.svg": figures.search,
 }

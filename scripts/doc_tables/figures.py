@@ -8,7 +8,7 @@ from tomesd.bench.plots import COLOURS, figure, save_figure
 from tomesd.presets import PRESETS
 
 from .performance import EVERY_BLOCK, KEPT, MATCHING
-from .quality import front_rows, name_of, paper_rows, search_rows
+from .quality import FAMILIES, front_rows, name_of, paper_rows, search_rows, tradeoff_rows
 from .rows import ORIGINAL, OURS, SPEEDS, Results, Row, has, pareto
 
 
@@ -141,6 +141,31 @@ def search(results: Results, path: Path) -> None:
     save_with_legend(picture, path)
 
 
+def tradeoffs(results: Results, path: Path) -> None:
+    """KID to the scenes and LPIPS against the speed-up on the transformer, a line for each family.
+
+    Two settings at once make points instead of a line.
+    """
+    found = (tradeoff_rows(results, "transformer", pixels) for pixels in (512, 256))
+    rows = next((rows for rows in found if rows), [])
+    marks = dict(zip(FAMILIES, "_ovXs^D*hPdp", strict=True))
+    scores = [("kid", "KID x 1000 to scenes", 1000), ("lpips", "LPIPS to unmerged", 1)]
+    picture, axes = panels(1, 2, 4.2)
+    for one, (score, title, scale) in zip(axes[0], scores, strict=True):
+        for number, family in enumerate(FAMILIES[1:]):
+            chosen = [row for row in rows if row["setting"] == family and has(row, score)]
+            x, y = [row["speedup"] for row in chosen], [scale * row[score] for row in chosen]
+            line = "" if "," in family else "-"
+            style = {"ls": line, "marker": marks[family], "ms": 4, "lw": 1, "color": f"C{number}"}
+            if chosen:
+                one.plot(x, y, label=family, **style)
+        for row in rows:
+            if row["setting"] == "unmerged" and has(row, score):
+                one.axhline(scale * row[score], color=COLOURS["unpatched"], lw=1, label="unmerged")
+        label_speed(one, "eager", title)
+    save_with_legend(picture, path)
+
+
 def label_speed(axes: Any, attention: str, score: str) -> None:
     axes.axvline(1.0, color=COLOURS["unpatched"], lw=0.8)
     axes.set_xlabel(f"speed-up, {attention}")
@@ -150,5 +175,6 @@ def label_speed(axes: Any, attention: str, score: str) -> None:
 def save_with_legend(picture: Any, path: Path) -> None:
     """The legend is in the first of the panels that have the most in it."""
     fullest = max(picture.axes, key=lambda axes: len(axes.get_legend_handles_labels()[0]))
-    fullest.legend(frameon=False, fontsize=8)
+    if fullest.get_legend_handles_labels()[0]:
+        fullest.legend(frameon=False, fontsize=8)
     save_figure(picture, path)

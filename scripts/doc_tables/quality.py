@@ -188,16 +188,44 @@ def options_of(settings: dict[str, Any]) -> str:
     return ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
 
 
-def steps_left_out(results: Results) -> Table:
-    """Fewer steps, steps left out and merged tokens, on the embedded transformer."""
-    rows = list({row["variant"]: row for row in results.file("steps_cpu")}.values())
-    lines = [
-        [
-            row["variant"],
-            f"{row['work']:.2f}",
-            f"{sum(row['psnr']) / len(row['psnr']):.1f} dB "
-            f"({min(row['psnr']):.1f} to {max(row['psnr']):.1f})",
-        ]
-        for row in sorted(rows, key=lambda row: -row["work"])
-    ]
-    return Table(("", "work", "PSNR"), lines, rows)
+FAMILIES = (
+    *("unmerged", "fewer steps", "merging", "presets", "reuse", "merging, reuse"),
+    *("coarse", "coarse, reuse", "coarse, fewer steps"),
+    *("first block cache", "MagCache", "TaylorSeer"),
+)
+"""Of trade-offs, in the order of the table."""
+
+
+def tradeoff_rows(results: Results, model: str, pixels: int) -> list[Row]:
+    """The last row of each way to make images, by family and speed.
+
+    Speeds compare on one machine only, and images with the same number of steps: of several, what
+    has most images counts.
+    """
+    found: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in results.file("front"):
+        if (row["model"], row["height"]) == (f"embedded {model}", pixels):
+            found.setdefault((row["hardware"], row["all_steps"]), {})[row["label"]] = row
+    groups = [list(group.values()) for group in found.values()]
+    rows = max(groups, key=lambda rows: sum(row["images"] for row in rows), default=[])
+    return sorted(rows, key=lambda row: (FAMILIES.index(row["setting"]), row["speedup"]))
+
+
+def tradeoffs(model: str, pixels: int) -> Callable[[Results], Table]:
+    """Quality against speed of an embedded model."""
+
+    def table(results: Results) -> Table:
+        rows = tradeoff_rows(results, model, pixels)
+        titles = {"KID x 1000": ("kid", 2, 1000), "more than unmerged": ("kid_change", 2, 1000)}
+        titles |= {"KID to unmerged": ("kid_unmerged", 2, 1000), "LPIPS": SCORES["LPIPS"]}
+        titles |= {"PSNR": ("psnr", 1, 1)}
+        titles = {title: s for title, s in titles.items() if any(has(row, s[0]) for row in rows)}
+        worked = any(has(row, "work") for row in rows)
+        lines = []
+        for row in rows:
+            work = [f"{row['work']:.2f}"] if worked else []
+            cells = [estimate(row, *score) for score in titles.values()]
+            lines.append([row["label"], str(row["images"]), *work, times(row["speedup"]), *cells])
+        return Table(["", "images", *["work"] * worked, "speed-up", *titles], lines, rows)
+
+    return table

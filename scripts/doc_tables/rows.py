@@ -45,7 +45,12 @@ class Table:
     """What the numbers come from."""
 
     def text(self, *, sources: bool) -> str:
-        """In markdown, with a line on hardware, versions and commits if asked for."""
+        """In markdown, with a line on hardware, versions and commits if asked for.
+
+        Nothing if there are no lines yet.
+        """
+        if not self.lines:
+            return ""
         table = markdown(self.header, self.lines)
         rows = [*self.rows, *(row["timed"] for row in self.rows if "timed" in row)]
         return f"{table}\n\n{versions(rows)}." if sources and rows else table

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .estimates import Estimate, mean_estimate
+from .estimates import Array, Estimate, mean_estimate
 
 FID_RESAMPLES = 50
 _NORMAL_QUANTILE = 1.959964
@@ -87,13 +87,18 @@ def fid_estimate(
 def kid_estimate(features: Tensor, reference: Tensor, *, paired: bool = False) -> Estimate:
     """Kernel Inception distance (Binkowski et al. 2018) of `[n, d]` features to `[m, d]` others.
 
-    Over all images at once, which is what random subsets of them estimate. With `paired`, row i of
-    both comes from one seed, and the two are never compared with each other: that would make
-    merged images look closer to the unmerged ones than those are to themselves. Identical sets are
-    then exactly 0 apart.
+    Over all images at once, which is what random subsets of them estimate. The interval is a
+    bootstrap over what each image adds. Unless `paired`, the reference is taken as given.
+    """
+    return mean_estimate(kid_shares(features, reference, paired=paired))
 
-    The interval is a bootstrap over what each image adds: KID is, up to terms of order 1/n, the
-    mean of those shares. Unless `paired`, the reference is taken as given.
+
+def kid_shares(features: Tensor, reference: Tensor, *, paired: bool = False) -> Array:
+    """What each image adds to KID, `[n]`: KID is their mean, up to terms of order 1/n.
+
+    With `paired`, row i of both comes from one seed, and the two are never compared with each
+    other: that would make merged images look closer to the unmerged ones than those are to
+    themselves. Identical sets are then exactly 0 apart.
     """
     from torchmetrics.image.kid import poly_kernel
 
@@ -111,7 +116,7 @@ def kid_estimate(features: Tensor, reference: Tensor, *, paired: bool = False) -
     else:
         to_y = across.mean(dim=1)
         shares = 2 * (within_x - to_y) + within_y.mean() - within_x.mean()
-    return mean_estimate(shares.cpu().numpy())
+    return shares.cpu().numpy()
 
 
 def _others(kernel: Tensor) -> Tensor:

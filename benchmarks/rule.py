@@ -21,12 +21,13 @@ import torch
 from rows import RESULTS
 
 import tomesd
-from tomesd import policy
+from tomesd import policy, rule
 from tomesd.bench.models import ARCHITECTURES
 from tomesd.bench.rows import Row, read_rows
 from tomesd.bench.tables import Comparison, comparisons
 from tomesd.cost import Verdict
 from tomesd.files import json_lines, write_text
+from tomesd.layout import Layout, LayoutPart
 from tomesd.machine import Launcher, Machine
 from tomesd.patch import patch_of, role_of
 from tomesd.regions.model import fullness
@@ -73,9 +74,9 @@ def ask(row: Row, settings: Row, machine: Machine, launcher: Launcher) -> Verdic
     assert isinstance(patch, Patch)
     call = Call(patch, patch.settings, size, fullness=fullness(row["batch"], {}))
     with (
-        mock.patch.object(policy, "machine_of", lambda *_: machine),
-        mock.patch.object(policy, "find_launcher", lambda _: launcher),
-        mock.patch.object(policy.kernels, "use_triton", lambda *_: True),
+        mock.patch.object(rule, "machine_of", lambda *_: machine),
+        mock.patch.object(rule, "find_launcher", lambda _: launcher),
+        mock.patch.object(rule.kernels, "use_triton", lambda *_: True),
     ):
         if row["model"] in ARCHITECTURES:
             heads = 8 if row["attention"] == "eager" else 0
@@ -83,10 +84,10 @@ def ask(row: Row, settings: Row, machine: Machine, launcher: Launcher) -> Verdic
             call.left_alone = policy._judge_unet(call, x, heads)
         else:
             grid = (row["frames"], size[0] // 2, size[1] // 2)
-            part = policy.LayoutPart(grid[0] * grid[1] * grid[2], grid)
+            part = LayoutPart(grid[0] * grid[1] * grid[2], grid)
             x = torch.empty(row["batch"], part.tokens, 1, dtype=dtype, device="meta")
             role: Any = role_of(model)
-            policy.decide_layout(call, policy.Layout(size, grid, (part,)), role.merging, x)
+            policy.decide_layout(call, Layout(size, grid, (part,)), role.merging, x)
     assert call.verdict is not None
     return call.verdict
 

@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo_diffusers import HOSTS
 
 import tomesd
-from tomesd import cost, kernels, policy
+from tomesd import kernels, outline, policy, rule
 from tomesd.bench.models import ARCHITECTURES
-from tomesd.cost import Verdict, Work, compare, count_layers, outline_blocks
+from tomesd.cost import Verdict, Work, compare
 from tomesd.machine import Launcher, Machine, find_launcher
+from tomesd.outline import count_layers, outline_blocks
 from tomesd.patch import patch_of
 from tomesd.regions.model import fullness
 from tomesd.state import Call
@@ -58,9 +59,9 @@ def ask(unets: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         batch: int | None = None,
         **options: Any,
     ) -> tuple[dict[int, str], Verdict]:
-        monkeypatch.setattr(policy, "machine_of", lambda *_: machine)
-        monkeypatch.setattr(policy, "find_launcher", lambda _: launcher)
-        monkeypatch.setattr(policy.kernels, "use_triton", lambda *_: triton)
+        monkeypatch.setattr(rule, "machine_of", lambda *_: machine)
+        monkeypatch.setattr(rule, "find_launcher", lambda _: launcher)
+        monkeypatch.setattr(rule.kernels, "use_triton", lambda *_: triton)
         unet = tomesd.apply_patch(unets[model], **{"ratio": 0.5} | options)
         patch, size = patch_of(unet), (side // 8, side // 8)
         x = torch.empty(batch or 2 * images, 1, *size, dtype=dtype, device="meta")
@@ -77,17 +78,15 @@ def test_what_a_unet_does_is_counted(
     name: str, unets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against PyTorch's own counter, which runs the model."""
-    monkeypatch.setattr(cost, "_CONVOLUTION", 1.0)
-    monkeypatch.setattr(cost, "_SOFTMAX", 0)
+    monkeypatch.setattr(outline, "_CONVOLUTION", 1.0)
+    monkeypatch.setattr(outline, "_SOFTMAX", 0)
     unet, side = unets[name], unets[name].config.sample_size
     found = patch_of(tomesd.apply_patch(build(name), 0.5)).outline
-    total = Work()
-    for level in found.levels:
-        tokens = (side // level.scale) ** 2
-        for layers in level.kinds.values():
-            total += layers.work(1, tokens, tokens, 2)
-    for scale, layers in found.around:
-        total += layers.work(1, (side // scale) ** 2, (side // scale) ** 2, 2)
+    counted = [(level.scale, layers) for level in found.levels for layers in level.kinds.values()]
+    total = 0.0
+    for scale, layers in (*counted, *found.around):
+        tokens = (side // scale) ** 2
+        total += layers.operations * tokens + layers.pairs * tokens**2
     made = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
     made = {name: value.to("meta") for name, value in made.items()}
     text = torch.empty(1, 77, unet.config.cross_attention_dim, device="meta")
@@ -95,7 +94,7 @@ def test_what_a_unet_does_is_counted(
     tomesd.remove_patch(unet)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         unet(x, time, text, added_cond_kwargs=made)
-    assert total.operations + total.attention == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert total == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 def test_what_a_transformer_does_to_image_tokens_is_counted() -> None:
@@ -123,8 +122,8 @@ def test_quantized_weights_count_as_what_they_stand_for() -> None:
 
 def test_changes_pay_where_the_model_as_a_whole_gets_faster() -> None:
     machine = Machine(1.0, 1.0, 1.0, launch=1.0)
-    model = Work(operations=10.0, launches=8.0)
-    less = (Work(operations=4.0), Work(operations=1.0, launches=1.0))
+    model = Work(device=10.0, launches=8.0)
+    less = (Work(device=4.0), Work(device=1.0, launches=1.0))
     assert compare(machine, model, [less]) == Verdict((True,), 10.0, 9.0, 9.0)
     # The second takes operations too, but the host is already what takes longest.
     assert compare(machine, model, [less, less]) == Verdict((True, False), 10.0, 9.0, 10.0)
@@ -204,7 +203,7 @@ def run(model: Any, **options: Any) -> torch.Tensor:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    monkeypatch.setattr(policy, "machine_of", lambda *_: machine)
+    monkeypatch.setattr(rule, "machine_of", lambda *_: machine)
 
 
 SLOW_LAUNCH = Machine(1e15, 1e15, 1e13, launch=1e-4, apart=False)

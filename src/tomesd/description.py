@@ -14,7 +14,7 @@ from .hosts import FoundModel, UnsupportedModelError, find_models
 from .hosts.inputs import example_inputs
 from .machine import machine_of
 from .patch import original_class, patch_of, role_of
-from .policy import expectation
+from .rule import expectation
 from .selectors import plan_flops
 from .settings import Settings
 from .state import Call, Decision, LeftAlone, Patch, Scope, run_inside

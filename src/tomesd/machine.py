@@ -15,7 +15,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,11 +55,20 @@ class Machine:
 
     def run_by(self, launcher: Launcher) -> "Machine":
         """The same machine where something else starts the kernels."""
-        # A CPU has no graphs.
-        launch = self.launch * _LAUNCH_SHARE[launcher if self.apart else "compiled"]
-        launch = self.launch if launcher == "eager" else launch
-        rates = (self.operations, self.attention, self.bytes)
-        return Machine(*rates, launch, self.kernel, self.apart)
+        if launcher == "graph" and not self.apart:
+            launcher = "compiled"  # a CPU has no graphs
+        return replace(self, launch=self.launch * _LAUNCH_SHARE[launcher])
+
+    def seconds(
+        self,
+        operations: float = 0.0,
+        attention: float = 0.0,
+        moved: float = 0.0,
+        kernels: float = 0.0,
+    ) -> float:
+        """What the device takes for so many operations, bytes and kernels."""
+        computing = operations / self.operations + attention / self.attention
+        return computing + moved / self.bytes + kernels * self.kernel
 
 
 def find_launcher(device: torch.device) -> Launcher:

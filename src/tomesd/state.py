@@ -18,8 +18,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from .cost import Outline, Verdict
+from .cost import Verdict
 from .kept import Kept
+from .outline import Outline
 from .plan import MergePlan
 from .proportional import Proportion
 from .schedule import Timeline, ratio_at, stage_at

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..cost import Outline, outline, outline_blocks
+from ..outline import Outline, outline_blocks, outline_model
 from ..regions import Role
 from ..schedule import Timeline
 from ..settings import Settings
@@ -99,7 +99,7 @@ class FoundModel:
             return outline_blocks(blocks)
         if unets.BLOCK in class_names(self.module):
             return outline_blocks([self.module])
-        return outline(self.module, unets.runs(self.module))
+        return outline_model(self.module, unets.runs(self.module))
 
 
 def find_models(model: Any) -> list[FoundModel]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..policy import Layout, LayoutPart
+from ..layout import Layout, LayoutPart
 from ..regions import Given
 from ..state import Grid
 

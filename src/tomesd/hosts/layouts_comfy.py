@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..policy import Layout, LayoutPart
+from ..layout import Layout, LayoutPart
 from ..regions import Given
 from ..state import Grid
 

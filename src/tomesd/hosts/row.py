@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..policy import Layout
+from ..layout import Layout
 from ..regions import Along, Coarse, Given, Tokens
 from ..schedule import Timeline
 from ..settings import Settings

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..coarse import SIDE
+from ..layout import Layout
 from ..planning import expect_clean, load_kernels, note_guidance, recall_guidance
-from ..policy import Layout, decide, decide_layout, explain_nothing
+from ..policy import decide, decide_layout, explain_nothing
 from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
 from .coarse import Coarse
 from .given import Given

@@ -1,0 +1,68 @@
+"""Where a transformer has its image tokens: the hosts read it, and the policy decides by it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .state import Grid
+
+__all__ = ["Layout", "LayoutPart"]
+
+
+@dataclass(frozen=True)
+class LayoutPart:
+    tokens: int
+    grid: Grid | None = None
+    """None: not on a grid, and so left alone."""
+    reference: bool = False
+    """Whether it is a reference image, whose output is discarded."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a transformer's sequence of image tokens is made of."""
+
+    size: tuple[int, int]
+    """Height and width of the latent."""
+    grid: Grid
+    """Of the image or video that is made."""
+    parts: tuple[LayoutPart, ...]
+    start: Tensor | None = None
+    """Where they begin in a joint sequence, `[B]`, if items differ in that."""
+    axes: tuple[int, ...] | None = None
+    """How to turn what the model gets into `[B, C, F, H, W]`, if it is not that."""
+
+    @property
+    def tokens(self) -> int:
+        return sum([part.tokens for part in self.parts])
+
+    def tokens_of(self, latent: Any) -> Tensor:
+        """What the model makes tokens of, in their order: `[B, N, C]`.
+
+        Args:
+            latent: `[B, N, C]`, `[B, C, H, W]` or `[B, C, F, H, W]`; or a list of its items.
+                Tokens that are not in it are zeros.
+        """
+        if not isinstance(latent, Tensor):
+            latent = torch.stack(list(latent))
+        if latent.ndim in (3, 6):  # packed: tokens, or patches [B, N, C, 1, 2, 2]
+            return latent.flatten(2)
+        if self.axes is not None:
+            latent = latent.permute(self.axes)
+        if latent.ndim == 4:
+            latent = latent.unsqueeze(2)
+        (batch, channels, frames), (t, h, w) = latent.shape[:3], self.grid
+        made = sum([part.tokens for part in self.parts if not part.reference])
+        if made % (h * w) == 0:  # frames that are given count too
+            t = made // (h * w)
+        # Whole patches: models leave out what is over, or pad what is missing.
+        sides = ((frames, t), (latent.shape[3], h), (latent.shape[4], w))
+        long, high, wide = (max(1, (2 * side + n) // (2 * n)) for side, n in sides)
+        more = (w * wide - latent.shape[4], h * high - latent.shape[3], t * long - frames)
+        latent = F.pad(latent, (0, more[0], 0, more[1], 0, more[2]))
+        patches = latent.reshape(batch, channels, t, long, h, high, w, wide)
+        tokens = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(batch, t * h * w, -1)
+        return F.pad(tokens, (0, 0, 0, self.tokens - t * h * w))

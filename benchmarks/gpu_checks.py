@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tomesd
 from tomesd import kernels
-from tomesd.kernels import Cells, Draw, draw_key, draw_offsets, reference
+from tomesd.kernels import Cells, Draw, Request, draw_key, draw_offsets, reference
 from tomesd.plan import MergePlan
 
 KEY, TIME = draw_key(3, 1), 500.0
@@ -42,7 +42,8 @@ def make_plan(metric: Tensor, cells: Cells, remove: int, step: int = 0) -> Merge
         metric.shape[0], cells.tokens, cells.tokens - remove, metric.device, True
     )
     timestep = torch.full((2,), TIME, device=metric.device)[step : step + 1]
-    kernels.match_tokens(metric, cells, remove, plan.lists, Draw(timestep, KEY), triton=True)
+    request = Request(cells, remove, Draw(timestep, KEY))
+    kernels.match_tokens(metric, request, plan.lists, triton=True)
     return plan
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tomesd import kernels
-from tomesd.kernels import Cells, Clock, Draw
+from tomesd.kernels import Cells, Clock, Draw, Request
 from tomesd.plan import MergePlan
 
 CPU = torch.device("cpu")
@@ -190,8 +190,11 @@ def _run_operators(
                     arguments[name] = eval(value[1])
             compiled.append(_launch(self.kernel, args[len(passed) :], arguments))
 
+    def request(time: torch.Tensor) -> Request:
+        return Request(cells, remove, Draw(time, 5), clock)
+
     def merge_and_restore(x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        kernels.match_tokens(x, cells, remove, plan.lists, Draw(time, 5), clock, triton=True)
+        kernels.match_tokens(x, request(time), plan.lists, triton=True)
         merged = plan.merge(x)
         return plan.restore(x, torch.sin(merged), merged)
 
@@ -201,7 +204,7 @@ def _run_operators(
         _, (code,) = run_and_get_code(torch.compile(merge_and_restore, fullgraph=True), x, time)
     eager: list[Any] = []
     recorder = _recorder(eager)
-    triton_matching.match_tokens(x, cells, remove, plan.lists, Draw(time, 5), clock, recorder)
+    triton_matching.match_tokens(x, request(time), plan.lists, recorder)
     triton_merging.slot_mean(x, plan.lists, wrap_triton=recorder)
     return {"compiled": compiled, "eager": eager, "code": code.split("class Runner")[1]}
 
@@ -231,8 +234,8 @@ def _written_to(
     cells, n = Cells.of(h, w, 2, 2, window), h * w
     plan = MergePlan.empty(2, n, n - remove, CPU, triton=True)
     clock = Clock(torch.full((3,), float("-inf")), 3) if keep else None
-    x, draw = torch.randn(2, n, channels), Draw(torch.tensor([500.0]), 5)
-    triton_matching.match_tokens(x, cells, remove, plan.lists, draw, clock, Analysed)
+    request = Request(cells, remove, Draw(torch.tensor([500.0]), 5), clock)
+    triton_matching.match_tokens(torch.randn(2, n, channels), request, plan.lists, Analysed)
     return found
 
 
@@ -280,7 +283,7 @@ def _memory_needed(
         for window in (8, 0):
             cells, plan = Cells.of(32, 32, 2, 2, window), MergePlan.identity(1, 1024, CPU)
             x = torch.zeros(1, 1024, 64, dtype=dtype)
-            triton_matching.match_tokens(x, cells, 512, plan.lists, Draw(), None, Compiled)
+            triton_matching.match_tokens(x, Request(cells, 512), plan.lists, Compiled)
     return found
 
 

@@ -15,7 +15,8 @@ from plan_problems import assert_same_plan, problems
 from torch import Tensor
 
 from tomesd import kernels
-from tomesd.kernels import Cells, Clock, Draw, cells, draw_key, lists, reference
+from tomesd.kernels import Cells, Clock, Draw, Request, cells, draw_key, reference
+from tomesd.kernels import request as requests
 from tomesd.kernels import triton_merging as fast
 from tomesd.plan import MergePlan
 from tomesd.selectors import KMeans, bipartite, kmeans
@@ -186,9 +187,9 @@ class TestClock:
         before = plan.slot.clone()
         for time, renewed in zip(times, made, strict=True):
             metric = torch.randn(2, 16, 32, generator=generator)
-            draw, clock = Draw(torch.tensor(time)), Clock(state, 3)
-            with mock.patch.object(lists, "_is_captured", lambda _, captured=captured: captured):
-                selector.write(plan, metric, cells, 8, draw, clock)
+            request = Request(cells, 8, Draw(torch.tensor(time)), Clock(state, 3))
+            with mock.patch.object(requests, "_is_captured", lambda _, captured=captured: captured):
+                selector.write(plan, metric, request)
             fresh = selector(metric, cells, 8, backend="reference").slot
             assert torch.equal(plan.slot, fresh if renewed else before)
             before = plan.slot.clone()
@@ -201,8 +202,8 @@ class TestClock:
         compared = mock.Mock(wraps=reference.best_match)
         for time in (9.0, 8.0, 7.0, 9.0):
             with mock.patch.object(reference, "best_match", compared):
-                draw = Draw(torch.tensor(time))
-                selector.write(plan, metric, Cells.of(4, 4, 2, 2), 8, draw, Clock(state, 4))
+                draw, clock = Draw(torch.tensor(time)), Clock(state, 4)
+                selector.write(plan, metric, Request(Cells.of(4, 4, 2, 2), 8, draw, clock))
         assert compared.call_count == 2 * (1 if selector is bipartite else KMeans.rounds)
 
 

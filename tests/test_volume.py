@@ -13,7 +13,7 @@ from plan_problems import assert_same_plan, assert_valid
 from torch import Tensor
 
 from tomesd import planning
-from tomesd.kernels import Cells, Clock, Draw
+from tomesd.kernels import Cells, Clock, Draw, Request
 from tomesd.plan import MergePlan, join
 from tomesd.selectors import SELECTORS
 from tomesd.volume import FrameGroups, Volume
@@ -262,7 +262,8 @@ def test_plans_of_frames_are_kept_from_step_to_step(name) -> None:
             if selector.fixed:
                 return selector(metric, cells, remove, **how)
             plan, clock = keep(metric.shape[0], cells.tokens, cells.tokens - remove)
-            selector.write(plan, metric, cells, remove, Draw(how["timestep"], how["key"]), clock)
+            draw = Draw(how["timestep"], how["key"])
+            selector.write(plan, metric, Request(cells, remove, draw, clock))
             return plan
 
         plan = plan_volume(select, metric, volume, removes)

@@ -40,12 +40,7 @@ class MergePlan:
         cls, batch: int, n: int, slots: int, device: torch.device, triton: bool
     ) -> "MergePlan":
         """A plan to be filled in."""
-        return cls(
-            torch.empty(batch, n, dtype=torch.int64, device=device),
-            torch.empty(batch, n, dtype=torch.int32, device=device),
-            torch.empty(batch, slots, 2, dtype=torch.int32, device=device),
-            triton,
-        )
+        return cls(*kernels.Lists.empty(batch, n, slots, device), triton)
 
     @classmethod
     def identity(cls, batch: int, n: int, device: torch.device) -> "MergePlan":

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import kernels
-from .kernels import Cells, Clock, Draw
+from .kernels import Cells, Clock, Draw, Request
 from .metric import angle_to_mean, mask_on_grid, most_guided
 from .plan import MergePlan, join
 from .state import Call, Patch, Scope, Segment
@@ -96,7 +96,7 @@ def _select(
     assert draw.timestep is not None
     sizes = (cells.h, cells.w, remove, number, draw.timestep.numel())
     kept, state = _memory(scope, metric, triton, sizes)
-    selector.write(kept, metric, cells, remove, draw, Clock(state, settings.refresh))
+    selector.write(kept, metric, Request(cells, remove, draw, Clock(state, settings.refresh)))
     return kept
 
 

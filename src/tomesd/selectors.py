@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .kernels import Cells, Clock, Draw, Lists, reference
+from .kernels import Cells, Draw, Lists, Request, reference
 from .plan import MergePlan
 
 __all__ = ["SELECTORS", "Selector", "bipartite", "grid", "kmeans", "plan_flops"]
@@ -55,22 +55,18 @@ class Selector(ABC):
             backend: "auto", "triton" or "reference".
             timestep, key: what is drawn depends on them; see `Draw`.
         """
-        triton, n = kernels.use_triton(backend, metric), cells.tokens
-        plan = MergePlan.empty(metric.shape[0], n, n - remove, metric.device, triton)
-        self.write(plan, metric, cells, remove, Draw(timestep, key))
+        request = Request(cells, remove, Draw(timestep, key))
+        return self._make(metric, request, kernels.use_triton(backend, metric))
+
+    def _make(self, metric: Tensor, request: Request, triton: bool) -> MergePlan:
+        n = request.cells.tokens
+        plan = MergePlan.empty(metric.shape[0], n, n - request.remove, metric.device, triton)
+        self.write(plan, metric, request)
         return plan
 
     @abstractmethod
-    def write(
-        self,
-        plan: MergePlan,
-        metric: Tensor,
-        cells: Cells,
-        remove: int,
-        draw: Draw,
-        clock: Clock | None = None,
-    ) -> None:
-        """Writes to `plan`, which has `N - remove` slots, unless the clock says it is fresh."""
+    def write(self, plan: MergePlan, metric: Tensor, request: Request) -> None:
+        """Writes to `plan`, which has `N - request.remove` slots, unless it is still fresh."""
 
     def removable(self, cells: Cells, ratio: float, multiple: int = 1) -> int:
         """Tokens that a ratio removes; `multiple`: see `Cells.removable`."""
@@ -92,16 +88,8 @@ class Bipartite(Selector):
     operator = "match_tokens"
     can_protect = True
 
-    def write(
-        self,
-        plan: MergePlan,
-        metric: Tensor,
-        cells: Cells,
-        remove: int,
-        draw: Draw,
-        clock: Clock | None = None,
-    ) -> None:
-        kernels.match_tokens(metric, cells, remove, plan.lists, draw, clock, plan.triton)
+    def write(self, plan: MergePlan, metric: Tensor, request: Request) -> None:
+        kernels.match_tokens(metric, request, plan.lists, plan.triton)
 
     def comparisons(self, cells: Cells, remove: int) -> int:
         return cells.comparisons
@@ -123,16 +111,8 @@ class KMeans(Selector):
     rounds: ClassVar[int] = 3
     """How often tokens are assigned to clusters: a fixed number, so that programs stay static."""
 
-    def write(
-        self,
-        plan: MergePlan,
-        metric: Tensor,
-        cells: Cells,
-        remove: int,
-        draw: Draw,
-        clock: Clock | None = None,
-    ) -> None:
-        _write_clusters(metric, cells, remove, plan.lists, draw, clock, plan.triton)
+    def write(self, plan: MergePlan, metric: Tensor, request: Request) -> None:
+        _write_clusters(metric, request, plan.lists, plan.triton)
 
     def comparisons(self, cells: Cells, remove: int) -> int:
         clusters = (cells.tokens - remove) // cells.windows
@@ -142,21 +122,15 @@ class KMeans(Selector):
         return 170
 
 
-def _cluster_tokens(
-    metric: Tensor,
-    cells: Cells,
-    remove: int,
-    lists: Lists,
-    draw: Draw,
-    clock: Clock | None,
-    triton: bool,
-) -> None:
+def _cluster_tokens(metric: Tensor, request: Request, lists: Lists, triton: bool) -> None:
     """See `KMeans` and `Selector.write`."""
+    cells = request.cells
 
     def make() -> Lists:
         batch, n, channels = metric.shape
-        windows, clusters = cells.windows, (n - remove) // cells.windows
-        offsets = draw.offsets(cells, batch, metric.device)
+        slots, windows = n - request.remove, cells.windows
+        clusters = slots // windows
+        offsets = request.draw.offsets(cells, batch, metric.device)
         seeds, others = _seeds(cells, clusters, offsets)
         tokens = torch.cat([seeds, others], dim=2).expand(batch, -1, -1).flatten(1)
         # Each window is an image of its own, [B * W, ...], its seeds first.
@@ -165,9 +139,9 @@ def _cluster_tokens(
         label = cluster(unit, clusters, KMeans.rounds, triton).view(batch, windows, -1)
         label = label + torch.arange(windows, device=metric.device)[:, None] * clusters
         slot = torch.empty_like(tokens).scatter_(1, tokens, label.flatten(1))
-        return kernels.list_members(slot, n - remove, tokens)
+        return kernels.list_members(slot, slots, tokens)
 
-    kernels.renew(lists, clock, draw.timestep, make)
+    request.fill(lists, make)
 
 
 # Compilers take it in as it is: where two clusters are nearly as similar to a token, other
@@ -225,30 +199,13 @@ class Grid(Selector):
     name = "grid"
     fixed = True
 
-    def __call__(
-        self,
-        metric: Tensor,
-        cells: Cells,
-        remove: int,
-        *,
-        backend: str = "auto",
-        timestep: Tensor | None = None,
-        key: int = -1,
-    ) -> MergePlan:
-        lists = _grid_lists(metric, cells, remove)
-        return MergePlan(*lists, kernels.use_triton(backend, metric), shared=True)
+    def _make(self, metric: Tensor, request: Request, triton: bool) -> MergePlan:
+        lists = _grid_lists(metric, request.cells, request.remove)
+        return MergePlan(*lists, triton, shared=True)
 
-    def write(
-        self,
-        plan: MergePlan,
-        metric: Tensor,
-        cells: Cells,
-        remove: int,
-        draw: Draw,
-        clock: Clock | None = None,
-    ) -> None:
-        lists = _grid_lists(metric, cells, remove)
-        kernels.renew(plan.lists, None, None, lambda: lists)
+    def write(self, plan: MergePlan, metric: Tensor, request: Request) -> None:
+        lists = _grid_lists(metric, request.cells, request.remove)
+        request.fill(plan.lists, lambda: lists)
         plan.shared = True
 
     def comparisons(self, cells: Cells, remove: int) -> int:
@@ -342,8 +299,8 @@ def plan_flops() -> dict[Any, Callable[..., int]]:
 
     def count(selector: Selector, metric: Sequence[int], *shapes: Any, **_: Any) -> int:
         batch, channels, numbers = metric[0], metric[2], shapes[-2]
-        cells, remove = kernels.cells_and_remove(numbers)
-        return 2 * batch * channels * selector.comparisons(cells, remove)
+        request = Request.of_numbers(numbers)
+        return 2 * batch * channels * selector.comparisons(request.cells, request.remove)
 
     return {
         getattr(torch.ops.tomesd, one.operator): functools.partial(count, one)

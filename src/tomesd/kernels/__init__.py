@@ -13,8 +13,6 @@ How a kernel is reached, from fast to slow:
   the operators `tomesd::match_tokens` and `tomesd::slot_mean`, which are opaque to PyTorch.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,21 +20,21 @@ from . import reference
 from .backend import launch, load_fast, use_triton
 from .cells import Cells
 from .draw import Draw, draw_key, draw_offsets
-from .lists import Clock, Lists, list_members, renew
-from .operators import cells_and_remove, flatten, opaque_operator
+from .lists import Lists, list_members
+from .operators import flatten, opaque_operator
+from .request import Clock, Request
 
 __all__ = [
     "Cells",
     "Clock",
     "Draw",
     "Lists",
-    "cells_and_remove",
+    "Request",
     "draw_key",
     "draw_offsets",
     "list_members",
     "match_tokens",
     "opaque_operator",
-    "renew",
     "slot_gather",
     "slot_mean",
     "slot_restore",
@@ -68,15 +66,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def match_tokens(
-    metric: Tensor,
-    cells: Cells,
-    remove: int,
-    lists: Lists,
-    draw: Draw,
-    clock: Clock | None = None,
-    triton: bool = False,
-) -> None:
+def match_tokens(metric: Tensor, request: Request, lists: Lists, triton: bool = False) -> None:
     """Merges the sources that are most similar to a destination of their window into it.
 
     One token of each cell is a destination (dst), all others are sources (src).
@@ -84,23 +74,19 @@ def match_tokens(
 
     Args:
         metric: what similarity is measured on, by cosine, `[B, N, C]`.
-        remove: tokens to remove, at most `cells.sources`.
-        lists: where to write the plan, of `N - remove` slots.
-        draw: the destinations.
-        clock: of lists that are kept: leaves them as they are while they are fresh.
+        lists: where to write the plan, of `N - request.remove` slots.
         triton: as `use_triton` says.
     """
     if triton and _is_launched_here(metric):
-        launch(load_fast().match_tokens, metric, cells, remove, lists, draw, clock)
+        launch(load_fast().match_tokens, metric, request, lists)
     elif triton and _is_launched_by_compiler(metric):
-        torch.ops.tomesd.match_tokens_triton(*flatten(metric, cells, remove, lists, draw, clock))
+        torch.ops.tomesd.match_tokens_triton(*flatten(metric, request, lists))
     else:
-        _match_tokens(metric, cells, remove, lists, draw, clock, triton)
+        _match_tokens(metric, request, lists, triton)
 
 
-def _match_by(metric: Tensor, *rest: Any) -> None:
-    *plan, triton = rest
-    launch((load_fast() if triton else reference).match_tokens, metric, *plan)
+def _match_by(metric: Tensor, request: Request, lists: Lists, triton: bool) -> None:
+    launch((load_fast() if triton else reference).match_tokens, metric, request, lists)
 
 
 _match_tokens = opaque_operator("match_tokens", _match_by)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .cells import Cells
-from .draw import Draw
 from .lists import Lists
+from .request import Request
 
 __all__ = ["launch", "load_fast", "use_triton"]
 
@@ -91,14 +91,10 @@ _works._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @torch.no_grad()
 def _try(device: torch.device, dtype: torch.dtype) -> bool:
     metric = torch.eye(16, dtype=dtype, device=device)[None]
-    lists = Lists(
-        torch.empty(1, 16, dtype=torch.int64, device=device),
-        torch.empty(1, 16, dtype=torch.int32, device=device),
-        torch.empty(1, 8, 2, dtype=torch.int32, device=device),
-    )
+    lists = Lists.empty(1, 16, 8, device)
     try:
         fast = load_fast()
-        launch(fast.match_tokens, metric, Cells(4, 4, 2, 2), 8, lists, Draw(), None)
+        launch(fast.match_tokens, metric, Request(Cells(4, 4, 2, 2), 8), lists)
         launch(fast.slot_mean, metric, lists).cpu()
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "")

@@ -6,53 +6,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cells import Cells
-from .draw import Draw
-from .lists import Clock, Lists
+from .lists import Lists
+from .request import Request
 
-__all__ = ["WRITTEN", "cells_and_remove", "flatten", "opaque_operator", "unflatten"]
+__all__ = ["WRITTEN", "flatten", "opaque_operator"]
 
 WRITTEN = ("slot", "order", "span", "clock")
 """Arguments that these operators write to."""
 
 
-def flatten(
-    metric: Tensor, cells: Cells, remove: int, lists: Lists, draw: Draw, clock: Clock | None
-) -> tuple[Any, ...]:
+def flatten(metric: Tensor, request: Request, lists: Lists) -> tuple[Any, ...]:
     """The arguments of an operator."""
-    state, refresh = (None, 1) if clock is None else (clock.state, clock.refresh)
-    numbers = [*cells.numbers, remove, draw.key, refresh]
-    return (metric.detach(), draw.timestep, *lists, state, numbers)
+    state = None if request.clock is None else request.clock.state
+    return (metric.detach(), request.draw.timestep, *lists, state, request.numbers)
 
 
-def unflatten(
-    metric: Tensor,
-    timestep: Tensor | None,
-    slot: Tensor,
-    order: Tensor,
-    span: Tensor,
-    clock: Tensor | None,
-    numbers: Sequence[int],
-) -> tuple[Tensor, Cells, int, Lists, Draw, Clock | None]:
-    """What `flatten` was given."""
-    *sides, remove, key, refresh = numbers
-    kept = None if clock is None else Clock(clock, refresh)
-    return metric, Cells(*sides), remove, Lists(slot, order, span), Draw(timestep, key), kept
-
-
-def cells_and_remove(numbers: Sequence[int]) -> tuple[Cells, int]:
-    """Of the last argument of an operator."""
-    return Cells(*numbers[:6]), numbers[6]
-
-
-def opaque_operator(name: str, write: Callable[..., None]) -> Callable[..., None]:
+def opaque_operator(
+    name: str, write: Callable[[Tensor, Request, Lists, bool], None]
+) -> Callable[[Tensor, Request, Lists, bool], None]:
     """`write` as an operator `tomesd::name`, which compilers take in as it is.
 
     Args:
-        write: takes what `flatten` takes, and whether to use the Triton kernels.
-
-    Returns:
-        A function with the arguments of `write`.
+        write: takes the metric, what is wanted, the lists to write to, and whether to use the
+            Triton kernels.
     """
 
     def run(
@@ -65,8 +41,9 @@ def opaque_operator(name: str, write: Callable[..., None]) -> Callable[..., None
         numbers: Sequence[int],
         triton: bool,
     ) -> None:
-        write(*unflatten(metric, timestep, slot, order, span, clock, numbers), triton)
+        request = Request.of_numbers(numbers, timestep, clock)
+        write(metric, request, Lists(slot, order, span), triton)
 
     operator = torch.library.custom_op(f"tomesd::{name}", run, mutates_args=WRITTEN)
     operator.register_fake(lambda *_, **__: None)
-    return lambda *args: operator(*flatten(*args[:-1]), args[-1])
+    return lambda metric, request, lists, triton: operator(*flatten(metric, request, lists), triton)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .cells import Cells
-from .draw import Draw
-from .lists import Clock, Lists, list_members, renew
+from .lists import Lists, list_members
+from .request import Request
 
 __all__ = [
     "best_match",
@@ -23,13 +23,12 @@ __all__ = [
 ]
 
 
-def match_tokens(
-    metric: Tensor, cells: Cells, remove: int, lists: Lists, draw: Draw, clock: Clock | None
-) -> None:
+def match_tokens(metric: Tensor, request: Request, lists: Lists) -> None:
     """See `kernels.match_tokens`."""
+    cells, remove = request.cells, request.remove
 
     def make() -> Lists:
-        offsets = draw.offsets(cells, metric.shape[0], metric.device)
+        offsets = request.draw.offsets(cells, metric.shape[0], metric.device)
         src, dst, score, match = best_pairs(metric, cells, offsets)
         best = score.argsort(dim=1, descending=True, stable=True)[:, :remove]
         merged = torch.zeros_like(score, dtype=torch.bool).scatter_(1, best, True)
@@ -38,7 +37,7 @@ def match_tokens(
         of_src = torch.where(merged, kept + match, (~merged).cumsum(1) - 1)
         return pair_lists(src, dst, of_src, kept)
 
-    renew(lists, clock, draw.timestep, make)
+    request.fill(lists, make)
 
 
 def pair_lists(src: Tensor, dst: Tensor, of_src: Tensor, kept: int) -> Lists:

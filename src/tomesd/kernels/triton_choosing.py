@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .cells import Cells
 from .lists import Lists
+from .request import Request
 from .triton_cells import cells_in, dst_token, src_token, window_tile
 from .triton_launch import blocks, jit_at_any_step, power_of_2
 
@@ -205,19 +205,19 @@ def _list_members(
 def choose_sources(
     score: Tensor,
     match: Tensor,
-    cells: Cells,
-    remove: int,
+    request: Request,
     lists: Lists,
     common: dict[str, Any],
     wrap_triton: Callable[[Any], Any],
 ) -> None:
-    """Writes the plan that merges the `remove` sources with the best scores.
+    """Writes the plan that merges the `request.remove` sources with the best scores.
 
     Args:
         score, match: see `triton_search.search`; the matches are written over.
         lists: where to write the plan.
         common: arguments that all kernels of the matching take.
     """
+    cells, remove = request.cells, request.remove
     batch, window = score.shape[0], cells.window
     block = min(power_of_2(cells.sources), 8192)
     wrap_triton(_choose)[(batch,)](

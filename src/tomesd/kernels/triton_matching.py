@@ -15,10 +15,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .cells import Cells
-from .draw import Draw
-from .lists import Clock, Lists
-from .operators import WRITTEN, unflatten
+from .lists import Lists
+from .operators import WRITTEN
+from .request import Request
 from .triton_choosing import choose_sources
 from .triton_launch import jit_at_any_step, power_of_2, quickly
 from .triton_search import search
@@ -42,16 +41,13 @@ def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):
 
 def match_tokens(
     metric: Tensor,
-    cells: Cells,
-    remove: int,
+    request: Request,
     lists: Lists,
-    draw: Draw,
-    clock: Clock | None,
     wrap_triton: Callable[[Any], Any] = quickly,
 ) -> None:
     """See `kernels.match_tokens`; `wrap_triton`: see `triton_launch`."""
-    metric = metric.contiguous()
-    timestep = draw.timestep
+    metric, cells, clock = metric.contiguous(), request.cells, request.clock
+    timestep = request.draw.timestep
     timestep = metric.new_zeros(1) if timestep is None else timestep.reshape(-1)
     if clock is not None:
         times = int(timestep.shape[0])
@@ -62,7 +58,7 @@ def match_tokens(
     batch, draws = metric.shape[0], timestep.shape[0]
     common = {
         "timestep": timestep,
-        "key": draw.key,
+        "key": request.draw.key,
         # So many images of the batch have the same destinations.
         "rows": batch // draws if batch % draws == 0 else batch,
         "flag": None if clock is None else clock.state,
@@ -74,7 +70,7 @@ def match_tokens(
         "sx": cells.sx,
     }
     score, match = search(metric, cells, common, wrap_triton)
-    choose_sources(score, match, cells, remove, lists, common, wrap_triton)
+    choose_sources(score, match, request, lists, common, wrap_triton)
 
 
 @torch.library.triton_op("tomesd::match_tokens_triton", mutates_args=WRITTEN)
@@ -91,5 +87,5 @@ def match_tokens_op(
 
     Has to come last: registering it, PyTorch looks up the kernels in what it calls.
     """
-    arguments = unflatten(metric, timestep, slot, order, span, clock, numbers)
-    match_tokens(*arguments, torch.library.wrap_triton)
+    request = Request.of_numbers(numbers, timestep, clock)
+    match_tokens(metric, request, Lists(slot, order, span), torch.library.wrap_triton)

@@ -8,6 +8,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .compiler import constant_when_traced
+
 __all__ = ["MOST", "Kept"]
 
 MOST = 1024
@@ -52,6 +54,7 @@ class Kept:
             del tensors[name]
 
 
+@constant_when_traced  # hence the name, by which it finds the owner
 def _allocate(
     kept: str,
     name: str,
@@ -75,9 +78,3 @@ def _allocate(
     if compiler is not None:
         # Lets a compiled model replay CUDA graphs that write to it.
         compiler.mark_static_address(tensor)
-
-
-# Constant to the compiler, so that it runs when the model is traced. Such functions take constants
-# alone, hence the names. This is torch.compiler.assume_constant_result, which would import the
-# compiler to set a flag.
-_allocate._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .compiler import constant_when_traced
 from .files import write_text
 
 __all__ = ["Launcher", "Machine", "cache_file", "find_launcher", "machine_of"]
@@ -79,6 +80,7 @@ def find_launcher(device: torch.device) -> Launcher:
     return "graph" if capturing else "eager"
 
 
+@constant_when_traced
 def _compiles_to_graphs() -> bool:
     """Whether torch.compile runs in a mode that replays CUDA graphs.
 
@@ -93,10 +95,6 @@ def _compiles_to_graphs() -> bool:
     compiler = getattr(compiler, "_torchdynamo_orig_backend", compiler)
     config = getattr(compiler, "config", None)
     return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
-
-
-# Constant to the compiler; see kept.py.
-_compiles_to_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _known: dict[str, Machine] = {}
@@ -114,6 +112,7 @@ def machine_of(device: torch.device, dtype: torch.dtype, *, renew: bool = False)
     return Machine(*_rates(device.type, device.index, name, not compiling, renew))
 
 
+@constant_when_traced
 def _rates(kind: str, index: int | None, dtype: str, allowed: bool, renew: bool) -> tuple[Any, ...]:
     device = torch.device(kind) if index is None else torch.device(kind, index)
     number = getattr(torch, dtype)
@@ -130,10 +129,6 @@ def _rates(kind: str, index: int | None, dtype: str, allowed: bool, renew: bool)
         else:
             _known[key] = machine
     return tuple(asdict(machine).values())
-
-
-# Constant to the compiler; see kept.py.
-_rates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _may_measure(device: torch.device) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .compiler import constant_when_traced
+
 __all__ = ["Part", "Proportion", "proportion_of"]
 
 Part = Literal["to_q", "to_k", "to_v", "to_out"]
@@ -96,6 +98,7 @@ def proportion_of(attention: nn.Module, size: Tensor) -> "Proportion | str":
     return Proportion(size.float().log(), heads, by_width)
 
 
+@constant_when_traced
 def _is_fused(attention: nn.Module) -> bool:
     """Whether the layer's own code calls PyTorch's attention, which scales by width."""
     for cls in type(attention).__mro__:
@@ -105,10 +108,6 @@ def _is_fused(attention: nn.Module) -> bool:
         if forward is not None:
             return "scaled_dot_product_attention" in forward.__code__.co_names
     return False
-
-
-# Constant to the compiler; see kept.py.
-_is_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _linear(module: Any) -> Any:

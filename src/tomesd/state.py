@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from .compiler import constant_when_traced, never_traced
 from .cost import Verdict
 from .kept import Kept
 from .outline import Outline
@@ -125,6 +126,7 @@ class Patch:
         return settings, float(ratio), Moment(*map(int, moment)), False  # type: ignore[arg-type]
 
 
+@constant_when_traced  # so compiled models warn too
 def _warn_once(name: str, message: str) -> None:
     patch = _patches[name]
     if message not in patch.warned:
@@ -132,14 +134,16 @@ def _warn_once(name: str, message: str) -> None:
         warnings.warn(message, MergeWarning, stacklevel=2)
 
 
-# Constant to the compiler, so that it runs when the model is traced: compiled models warn too.
-# See kept.py.
-_warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 _COARSE = "coarse"
 
 
+# The compiler compiles what follows for each answer, which comes as words because numbers that
+# change would become variables.
+@never_traced(
+    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse), which no graph "
+    "can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
+    "torch.compile"
+)
 def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str) -> str:
     patch = _patches[name]
     if isinstance(timestep, Tensor):
@@ -171,16 +175,6 @@ def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obs
     started = progress >= (settings.reuse_start or 0.0)
     moment = patch.steps.moment(settings.reuse, started)
     return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
-
-
-# The compiler does not look into it, and compiles what follows for each answer, which comes as
-# words because numbers that change would become variables. This is torch.compiler.disable.
-_read_time._torchdynamo_disable = True  # type: ignore[attr-defined]
-_read_time._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse), which no graph "
-    "can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
-    "torch.compile"
-)
 
 
 @dataclass(frozen=True)

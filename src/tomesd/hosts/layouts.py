@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..compiler import never_traced
 from ..layout import Layout, LayoutPart
 from ..regions import Given
 from ..state import Grid
@@ -208,6 +209,10 @@ def from_ideogram4(module: Any, given: Given) -> Layout:
     return _layout_of(given["position_ids"], roles=given["indicator"])
 
 
+@never_traced(
+    "where tokens are in the image is in img_ids, which no graph can read. Compile in place, "
+    "model.compile(fullgraph=True), or call apply_patch after torch.compile"
+)
 def _layout_of(ids: Tensor, tokens: int | None = None, roles: Tensor | None = None) -> Layout:
     """From places `[.., N, axes]`: those of the last tokens, as many as are said, or as have the
     role of the last one; all, if nothing is said."""
@@ -219,13 +224,6 @@ def _layout_of(ids: Tensor, tokens: int | None = None, roles: Tensor | None = No
         _layouts[ids] = _read_ids(places if tokens is None else places[-tokens:])
     return _layouts[ids]
 
-
-# This is torch.compiler.disable.
-_layout_of._torchdynamo_disable = True  # type: ignore[attr-defined]
-_layout_of._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "where tokens are in the image is in img_ids, which no graph can read. Compile in place, "
-    "model.compile(fullgraph=True), or call apply_patch after torch.compile"
-)
 
 _layouts: Any = WeakTensorKeyDictionary()
 

@@ -16,6 +16,7 @@ How a kernel is reached, from fast to slow:
 import torch
 from torch import Tensor
 
+from ..compiler import constant_when_traced
 from . import reference
 from .backend import launch, load_fast, use_triton
 from .cells import Cells
@@ -42,13 +43,10 @@ __all__ = [
 ]
 
 
+@constant_when_traced  # an import cannot be traced
 def _define_triton_operators() -> bool:
     """Sees to it that `torch.ops.tomesd` has the operators that end in `_triton`."""
     return bool(load_fast())
-
-
-# The compiler cannot trace an import, but calls this one.
-_define_triton_operators._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_launched_by_compiler(x: Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler import constant_when_traced
 from .cells import Cells
 from .lists import Lists
 from .request import Request
@@ -59,6 +60,7 @@ def _find_reason(kind: str, index: int | None, dtype: torch.dtype, interpreted: 
     return None
 
 
+@constant_when_traced
 def _why_not(kind: str, index: int | None, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run on such a device, as far as can be told without trying."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: runs on a CPU
@@ -68,6 +70,7 @@ def _why_not(kind: str, index: int | None, dtype: torch.dtype) -> str | None:
 _tried: dict[tuple[str, int | None, torch.dtype], bool] = {}
 
 
+@constant_when_traced
 def _works(kind: str, index: int | None, dtype: torch.dtype, real: bool) -> bool:
     """Whether the kernels have been tried out on a device, successfully.
 
@@ -81,11 +84,6 @@ def _works(kind: str, index: int | None, dtype: torch.dtype, real: bool) -> bool
         device = torch.device(kind if index is None else f"{kind}:{index}")
         _tried[place] = _try(device, dtype)
     return _tried[place]
-
-
-# Constants to the compiler, which cannot trace them; see kept.py.
-_why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_works._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

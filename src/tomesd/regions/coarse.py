@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..coarse import SIDE, FlowStep, flow_level, pack, unpack
-from ..policy import Layout
+from ..layout import Layout
 from ..schedule import Timeline
 from ..state import Grid
 from .given import Given

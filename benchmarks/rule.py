@@ -84,7 +84,7 @@ def ask(row: Row, settings: Row, machine: Machine, launcher: Launcher) -> Verdic
             call.left_alone = policy._judge_unet(call, x, heads)
         else:
             grid = (row["frames"], size[0] // 2, size[1] // 2)
-            part = LayoutPart(grid[0] * grid[1] * grid[2], grid)
+            part = LayoutPart.on(grid)
             x = torch.empty(row["batch"], part.tokens, 1, dtype=dtype, device="meta")
             role: Any = role_of(model)
             policy.decide_layout(call, Layout(size, grid, (part,)), role.merging, x)

@@ -124,6 +124,12 @@ def test_bad_sizes_are_named(bad) -> None:
             tomesd.describe(model, **{name: bad})
 
 
+@pytest.mark.parametrize("bad", [0, -1, 2.0, True])
+def test_bad_numbers_of_frames_are_named(bad) -> None:
+    with pytest.raises(ValueError, match=f"num_frames={bad!r}: must be an int of at least 1"):
+        tomesd.describe(HOSTS["sd1"].build(), num_frames=bad)
+
+
 def test_models_we_cannot_make_inputs_for_take_the_users() -> None:
     class OtherUNet(torch.nn.Module):
         def __init__(self) -> None:

@@ -32,6 +32,8 @@ __all__ = ["Prepared", "apply_patch", "patched", "prepare", "remove_patch"]
 
 _log = logging.getLogger("tomesd")
 _Model = TypeVar("_Model")
+_Part = tuple[list[Site], Patch]
+"""The modules of a model to patch, and what they share."""
 
 
 def apply_patch(
@@ -97,8 +99,7 @@ def apply_patch(
     remove_patch(model)
     prepared.parts[0][1].asked.warn_if_capped()
     try:
-        for sites, patch in prepared.parts:
-            _swap_all(sites, patch)
+        _swap_all(prepared.parts)
     except BaseException:
         remove_patch(model)  # nothing is half applied
         raise
@@ -113,22 +114,19 @@ class Prepared:
     """What it takes to make a model merge tokens, found once, to be used for some of its calls."""
 
     found: list[FoundModel]
-    parts: list[tuple[list[Site], Patch]]
+    parts: list[_Part]
 
     @contextmanager
     def merging(self) -> Iterator[None]:
         """Makes the model merge for the time of a `with` block; then what was before is back."""
-        patches = ((part, patch_of(part.module)) for part in self.found)
-        before = [(part.sites(p.settings), p) for part, p in patches if p is not None]
+        before = _patches_in(self.found)
         _restore_all(before)
         try:
-            for sites, patch in self.parts:
-                _swap_all(sites, patch)
+            _swap_all(self.parts)
             yield
         finally:
             _restore_all(self.parts)
-            for sites, patch in before:
-                _swap_all(sites, patch)
+            _swap_all(before)
 
 
 def prepare(model: Any, options: Mapping[str, Any], preset: Preset | None = None) -> Prepared:
@@ -162,14 +160,22 @@ def _measure_ahead(module: nn.Module, settings: Settings) -> None:
         machine_of(weight.device, weight.dtype)
 
 
-def _swap_all(sites: list[Site], patch: Patch) -> None:
-    for module, role in sites:
-        swap(module, role, patch)
+def _patches_in(found: list[FoundModel]) -> list[_Part]:
+    """The patches that models have now."""
+    patches = [(part, patch_of(part.module)) for part in found]
+    return [(part.sites(patch.settings), patch) for part, patch in patches if patch is not None]
 
 
-def _restore_all(parts: list[tuple[list[Site], Patch]]) -> None:
-    for module in (module for sites, _ in parts for module, _ in sites):
-        restore(module)
+def _swap_all(parts: list[_Part]) -> None:
+    for sites, patch in parts:
+        for module, role in sites:
+            swap(module, role, patch)
+
+
+def _restore_all(parts: list[_Part]) -> None:
+    for sites, _ in parts:
+        for module, _ in sites:
+            restore(module)
 
 
 def remove_patch(model: _Model) -> _Model:
@@ -182,15 +188,13 @@ def remove_patch(model: _Model) -> _Model:
 @contextmanager
 def patched(model: _Model, *args: Any, **options: Any) -> Iterator[_Model]:
     """`apply_patch(model, ...)` for the time of a `with` block; then what was before is back."""
-    before = [(part, patch_of(part.module)) for part in find_models(model)]
+    before = _patches_in(find_models(model))
     apply_patch(model, *args, **options)
     try:
         yield model
     finally:
         remove_patch(model)
-        for part, patch in before:
-            if patch is not None:
-                _swap_all(part.sites(patch.settings), patch)
+        _swap_all(before)
 
 
 def _patched_modules(model: Any) -> list[nn.Module]:

@@ -1,21 +1,17 @@
 """What a patch does to a model at an image size, found by running the model on shapes alone."""
 
-import functools
-import inspect
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from .api import patched
 from .cost import Verdict
+from .dry_run import ReadsDataError, count_flops
 from .hosts import FoundModel, UnsupportedModelError, find_models
 from .hosts.inputs import example_inputs
 from .machine import machine_of
-from .patch import original_class, patch_of, role_of
+from .patch import patch_of, role_of
 from .rule import expectation
-from .selectors import plan_flops
 from .settings import Settings
 from .state import Call, Decision, LeftAlone, Patch, Scope, run_inside
 
@@ -149,19 +145,7 @@ def describe(
         batch: of one call of the model; guidance runs conditional and unconditional as 2.
         inputs: keyword arguments of the model's forward, for models whose inputs we cannot make up.
     """
-    scale = _first_int(model, _SPATIAL, 8)
-    own = _own_size(model)
-    height = own[0] * scale if height is None else height
-    width = own[1] * scale if width is None else width
-    least = {"height": scale, "width": scale, "num_frames": 1}
-    for name, value in (("height", height), ("width", width), ("num_frames", num_frames or 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least[name]:
-            unit = "" if name == "num_frames" else " pixels"
-            raise ValueError(f"{name}={value!r}: must be an int of at least {least[name]}{unit}")
-    size = (height // scale, width // scale)
-    frames = 8
-    if num_frames is not None:
-        frames = (num_frames - 1) // _first_int(model, _TEMPORAL, 4) + 1
+    size, frames = _latent_size(model, height, width), _latent_frames(model, num_frames)
     found = [part for part in find_models(model) if part.rooted]
     if not found:
         raise UnsupportedModelError(
@@ -187,6 +171,27 @@ _TEMPORAL = (
     "vae_temporal_compression_ratio",
     "vae_temporal_scale_factor",
 )
+
+
+def _latent_size(model: Any, height: int | None, width: int | None) -> tuple[int, int]:
+    scale, own = _first_int(model, _SPATIAL, 8), _own_size(model)
+    height = own[0] * scale if height is None else height
+    width = own[1] * scale if width is None else width
+    _check_count("height", height, scale, " pixels")
+    _check_count("width", width, scale, " pixels")
+    return height // scale, width // scale
+
+
+def _latent_frames(model: Any, num_frames: int | None) -> int:
+    if num_frames is None:
+        return 8
+    _check_count("num_frames", num_frames, 1)
+    return (num_frames - 1) // _first_int(model, _TEMPORAL, 4) + 1
+
+
+def _check_count(name: str, value: Any, least: int, unit: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: must be an int of at least {least}{unit}")
 
 
 def _first_int(model: Any, names: tuple[str, ...], otherwise: int) -> int:
@@ -223,15 +228,15 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     if settings.when == "if_faster":
         machine_of(weight.device, weight.dtype)  # nothing can be measured on shapes alone
     call = _decide(found, patch, settings, size, inputs)
-    try:
-        flops, _ = _run(module, patch, Settings(ratio=0.0), size, inputs)
-        merged_flops, call = _run(module, patch, settings, size, inputs)
+    # A model that looks into its data cannot run without.
+    with suppress(ReadsDataError):
+        flops = count_flops(module, Call(patch, Settings(ratio=0.0), size), inputs)
+        merged = Call(patch, settings, size)
+        merged_flops, call = count_flops(module, merged, inputs), merged
         if settings.coarse:
-            coarse_flops, coarse = _run(module, patch, settings, size, inputs, coarse=True)
+            coarse = Call(patch, settings, size, coarse=True)
+            coarse_flops = count_flops(module, coarse, inputs)
             coarse_tokens = coarse.decisions[0].tokens if coarse.coarse else 0
-    except RuntimeError as error:
-        if not _reads_data(error):
-            raise
     levels, counts = _levels(call.decisions), (patch.blocks, flops, merged_flops)
     of_coarse = (coarse_tokens, coarse_flops)
     return Part(found.name, patch.settings, size, levels, *counts, call.verdict, *of_coarse)
@@ -247,88 +252,6 @@ def _decide(
         assert root is not None
         run_inside(Scope(call), root.run, found.module, patch, lambda **_: None, (), inputs)
     return call
-
-
-def _reads_data(error: RuntimeError) -> bool:
-    """Whether a model looks into the data to know what to do, as mixtures of experts do."""
-    from torch._subclasses import fake_tensor
-
-    return isinstance(
-        error,
-        fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException,
-    )
-
-
-def _clear_caches(module: nn.Module) -> None:
-    """Empties the `lru_cache` of every method, which would give shapes without data to real calls.
-
-    QwenImage has such methods; diffusers wraps them, so that the cache is in a closure.
-    """
-    classes = {cls for part in module.modules() for cls in type(part).__mro__}
-    for method in (value for cls in classes for value in vars(cls).values()):
-        closure = inspect.getclosurevars(method).nonlocals if inspect.isfunction(method) else {}
-        for function in (method, *closure.values()):
-            if isinstance(function, functools._lru_cache_wrapper):
-                function.cache_clear()
-
-
-def _owners(module: nn.Module) -> list[Any]:
-    """What may keep tensors for the next call: all modules, and objects of the same package in
-    them. AnyFlow keeps its positions in one of the first, Z-Image in one of the second kind."""
-    parts = list(module.modules())
-    package = original_class(module).__module__.split(".")[0]
-    held = [value for part in parts for value in vars(part).values() if hasattr(value, "__dict__")]
-    helpers = [value for value in held if type(value).__module__.split(".")[0] == package]
-    return [*parts, *(value for value in helpers if not isinstance(value, nn.Module | type))]
-
-
-def _run(
-    module: nn.Module,
-    patch: Patch,
-    settings: Settings,
-    size: tuple[int, int],
-    inputs: Any,
-    coarse: bool = False,
-) -> tuple[int, Call]:
-    """Operations of one call on shapes without data, and the call."""
-    from torch._subclasses import fake_tensor  # slow to import
-    from torch.utils.flop_counter import FlopCounterMode  # looks for triton
-
-    call = Call(patch, settings, size, coarse=coarse)
-    # What torch's counter has no entry for: one attention kernel, and ours.
-    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    counter = FlopCounterMode(
-        display=False,
-        custom_mapping={cpu_attention: _attention_flops, **plan_flops()},
-    )
-    attributes = [(vars(owner), dict(vars(owner))) for owner in _owners(module)]
-    # Models may read short tensors such as masks, if these are known to be constant.
-    limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, 1 << 24
-    try:
-        with torch.no_grad(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
-            constants = {name: _constant(name, value) for name, value in inputs.items()}
-            with counter, torch.compiler.set_stance("force_eager"):
-                run_inside(Scope(call), module, **constants)
-    finally:
-        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
-        for now, before in attributes:
-            now.clear()
-            now.update(before)
-        _clear_caches(module)
-    return counter.get_total_flops(), call
-
-
-def _constant(name: str, value: Any) -> Any:
-    """A mask as a constant. Where tokens are has been read already, by the tensor itself."""
-    if isinstance(value, Tensor) and not value.is_floating_point() and name != "img_ids":
-        return torch.tensor(value.tolist(), dtype=value.dtype, device=value.device)
-    return value
-
-
-def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    from torch.utils.flop_counter import sdpa_flop_count
-
-    return sdpa_flop_count(q, k, v)  # type: ignore[no-untyped-call]
 
 
 def _levels(decisions: list[Decision]) -> tuple[Level, ...]:

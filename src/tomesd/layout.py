@@ -1,6 +1,7 @@
 """Where a transformer has its image tokens: the hosts read it, and the policy decides by it."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ class LayoutPart:
     reference: bool = False
     """Whether it is a reference image, whose output is discarded."""
 
+    @classmethod
+    def on(cls, grid: Grid, reference: bool = False) -> "LayoutPart":
+        """The tokens of a whole grid."""
+        return cls(math.prod(grid), grid, reference)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -38,6 +44,10 @@ class Layout:
     @property
     def tokens(self) -> int:
         return sum([part.tokens for part in self.parts])
+
+    def left_alone(self) -> "Layout":
+        """The same for a call in which no token may merge."""
+        return replace(self, parts=(LayoutPart(self.tokens),))
 
     def tokens_of(self, latent: Any) -> Tensor:
         """What the model makes tokens of, in their order: `[B, N, C]`.

@@ -26,9 +26,8 @@ __all__ = [
 
 def _one(size: tuple[int, int], grid: Grid, padding: int = 0) -> Layout:
     """The layout of an image or a video, and tokens after it that are on no grid."""
-    tokens = grid[0] * grid[1] * grid[2]
-    parts = (LayoutPart(tokens, grid), *([LayoutPart(padding)] if padding else []))
-    return Layout(size, grid, parts)
+    more = (LayoutPart(padding),) if padding else ()
+    return Layout(size, grid, (LayoutPart.on(grid), *more))
 
 
 def _patches(module: Any, frames: int, h: int, w: int) -> Layout:
@@ -74,25 +73,22 @@ def from_hunyuan_video(module: Any, given: Given) -> Layout:
     if module.config.get("image_condition_type") != "token_replace":
         return layout
     t, h, w = layout.grid
-    rest = LayoutPart((t - 1) * h * w, (t - 1, h, w))
-    return Layout(layout.size, (t - 1, h, w), (LayoutPart(h * w), rest))
+    rest = (t - 1, h, w)
+    return Layout(layout.size, rest, (LayoutPart(h * w), LayoutPart.on(rest)))
 
 
 def from_ltx(module: Any, given: Given) -> Layout:
     """Tokens are packed; the grid is given. Tokens of conditions come before the video's."""
-    grid = tuple(int(given[name]) for name in ("num_frames", "height", "width"))
-    before = given["hidden_states"].shape[1] - grid[0] * grid[1] * grid[2]
-    layout = _one((grid[1], grid[2]), (grid[0], grid[1], grid[2]))
-    if before > 0:
-        return Layout(layout.size, layout.grid, (LayoutPart(before), *layout.parts))
-    return layout
+    t, h, w = (int(given[name]) for name in ("num_frames", "height", "width"))
+    layout = _one((h, w), (t, h, w))
+    before = given["hidden_states"].shape[1] - layout.tokens
+    return replace(layout, parts=(LayoutPart(before), *layout.parts)) if before > 0 else layout
 
 
 def from_lumina2(module: Any, given: Given) -> Layout:
     """Text comes first, and each prompt has its own length."""
     layout = from_image(module, given)
-    start = given["encoder_attention_mask"].sum(dim=1)
-    return Layout(layout.size, layout.grid, layout.parts, start)
+    return replace(layout, start=given["encoder_attention_mask"].sum(dim=1))
 
 
 _SEQUENCE_MULTIPLE = 32  # Z-Image pads images and captions to it
@@ -135,7 +131,7 @@ def from_bria_fibo2(module: Any, given: Given) -> Layout:
 def _images(grids: Sequence[Any], side: int = 2, made: int = 1) -> Layout:
     """Images one after the other: those that are made, then references."""
     whole = [(int(f), int(h), int(w)) for f, h, w in grids]
-    parts = [LayoutPart(f * h * w, (f, h, w), i >= made) for i, (f, h, w) in enumerate(whole)]
+    parts = [LayoutPart.on(grid, reference=i >= made) for i, grid in enumerate(whole)]
     _, h, w = whole[0]
     return Layout((side * h, side * w), whole[0], tuple(parts))
 
@@ -153,9 +149,8 @@ def from_qwen21(module: Any, given: Given) -> Layout:
     """As `from_qwen`, but the image comes last, after the text and the references that are in it.
     Where keys of several items are kept together, these cannot run one by one, and none merges."""
     layout = _images([given["img_shapes"][0][-1]])
-    if given["kv_cache"] is None or given["hidden_states"].shape[0] == 1:
-        return layout
-    return Layout(layout.size, layout.grid, (LayoutPart(layout.tokens),))
+    apart = given["kv_cache"] is None or given["hidden_states"].shape[0] == 1
+    return layout if apart else layout.left_alone()
 
 
 def from_nucleus(module: Any, given: Given) -> Layout:
@@ -185,17 +180,15 @@ def from_flux2(module: Any, given: Given) -> Layout:
     """As `from_ids`. Where keys of references are kept from step to step, tokens have modulations
     of their own, and none is merged."""
     layout = _layout_of(given["img_ids"])
-    if given["kv_cache_mode"] is None:
-        return layout
-    return Layout(layout.size, layout.grid, (LayoutPart(layout.tokens),))
+    return layout if given["kv_cache_mode"] is None else layout.left_alone()
 
 
 def from_flux3(module: Any, given: Given) -> Layout:
     """As `from_ids`; references have ids of their own, and come after the image."""
     layout, ids = _layout_of(given["img_ids"]), given["image_cond_ids"]
     more = () if ids is None else _layout_of(ids).parts
-    references = [LayoutPart(part.tokens, part.grid, reference=True) for part in more]
-    return Layout(layout.size, layout.grid, (*layout.parts, *references))
+    references = [replace(part, reference=True) for part in more]
+    return replace(layout, parts=(*layout.parts, *references))
 
 
 def from_krea2(module: Any, given: Given) -> Layout:

@@ -3,6 +3,7 @@
 All of them get a latent, which they pad to whole patches, and make a token of each patch.
 """
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -23,10 +24,6 @@ def _grid(module: Any, latent: Tensor) -> Grid:
     return t, h, w
 
 
-def _part(grid: Grid, reference: bool = False) -> LayoutPart:
-    return LayoutPart(grid[0] * grid[1] * grid[2], grid, reference)
-
-
 def _layout(latent: Tensor, grid: Grid, *parts: LayoutPart) -> Layout:
     return Layout((latent.shape[-2], latent.shape[-1]), grid, parts)
 
@@ -35,15 +32,16 @@ def from_comfy_image(module: Any, given: Given) -> Layout:
     """An image, and after it the reference images, which may differ in size."""
     latent = given["x"]
     grid = _grid(module, latent)
-    references = [_part(_grid(module, other), True) for other in given["ref_latents"] or ()]
-    return _layout(latent, grid, _part(grid), *references)
+    others = given["ref_latents"] or ()
+    references = [LayoutPart.on(_grid(module, other), reference=True) for other in others]
+    return _layout(latent, grid, LayoutPart.on(grid), *references)
 
 
 def from_comfy_lumina(module: Any, given: Given) -> Layout:
     """An image, and after it what Z-Image pads the sequence with."""
     latent = given["x"]
     grid = _grid(module, latent)
-    image = _part(grid)
+    image = LayoutPart.on(grid)
     padding = -image.tokens % (module.pad_tokens_multiple or 1)
     return _layout(latent, grid, image, *([LayoutPart(padding)] if padding else []))
 
@@ -56,11 +54,10 @@ def from_comfy_video(module: Any, given: Given) -> Layout:
     """
     latent, more, time = given["x"], given["time_dim_concat"], given["timestep"]
     grid = _grid(module, latent)
-    parts = [_part(grid)]
+    parts = [LayoutPart.on(grid)]
     if more is not None:
-        parts.append(LayoutPart(_part(_grid(module, more)).tokens, reference=True))
+        parts.append(LayoutPart(math.prod(_grid(module, more)), reference=True))
+    layout = _layout(latent, grid, *parts)
     own_times = isinstance(time, Tensor) and time.ndim > 1 and time.shape[1] > 1
     led = getattr(module, "ref_conv", None) is not None and given["reference_latent"] is not None
-    if own_times or led:
-        parts = [LayoutPart(part.tokens) for part in parts]
-    return _layout(latent, grid, *parts)
+    return layout.left_alone() if own_times or led else layout

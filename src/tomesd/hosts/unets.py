@@ -150,26 +150,15 @@ def _has_levels(module: Any) -> bool:
 
 def stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
     """The stacks in a model, and what is in them: modules and their roles."""
-    for stack in module.modules():
-        blocks = getattr(stack, "transformer_blocks", None)
-        if not is_stack(stack) or blocks is None:
-            continue
-        found = [block for block in blocks.modules() if BLOCK in class_names(block)]
+    for stack, blocks, patch_size in runs(module):
         together = settings.target == "stack" and not hasattr(stack, _INTERLEAVED)
-        for block in found:
-            first, last = block is found[0] or not together, block is found[-1] or not together
+        for block in blocks:
+            first, last = block is blocks[0] or not together, block is blocks[-1] or not together
             yield from block_sites(block, settings, first, last, reusable=stack is module)
-        attention = getattr(found[0], _ATTENTION, None) if found else None
-        yield (
-            stack,
-            Stack(
-                parameters(stack)[0],
-                _patch_size(stack),
-                getattr(getattr(attention, "to_q", None), "in_features", 0),
-                _ATTENTION,
-                _unfused(attention),
-            ),
-        )
+        attention = getattr(blocks[0], _ATTENTION, None)
+        channels = getattr(getattr(attention, "to_q", None), "in_features", 0)
+        input = parameters(stack)[0]
+        yield stack, Stack(input, patch_size, channels, _ATTENTION, _unfused(attention))
 
 
 def _patch_size(stack: nn.Module) -> int:

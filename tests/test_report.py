@@ -40,7 +40,7 @@ from tomesd.evaluation.images import versions
 from tomesd.evaluation.metrics import Pictures, QualityMetric
 from tomesd.evaluation.report import _sureness, write_report
 from tomesd.evaluation.results import labels_of, methods_of
-from tomesd.evaluation.runs import cpu_name
+from tomesd.evaluation.runs import describe_cpu
 
 PROMPTS = [f'a <b>{animal}</b> & "friends"' for animal in ("cat", "dog", "fox", "pig")]
 # On a CPU and at this size, merging does not pay, and would not be done.
@@ -279,12 +279,12 @@ def test_the_page_tells_when_where_and_by_what(run: Run, tmp_path: Path) -> None
     copy = Run(tmp_path / "run")
     shutil.copytree(run.path, copy.path)
     line, day = "tomesd eval --ratios 0.3", "2026-01-02 03:04 UTC"
-    made = replace(copy.load(), command=line, started=day, dtype="float32", device=cpu_name())
+    made = replace(copy.load(), command=line, started=day, dtype="float32", device=describe_cpu())
     copy._write(made)
     page = Page(write_report(copy)[0].read_text())
     told = " ".join([*page.words["dd"], *page.words["p"]])
     assert line in page.words["code"]
-    for words in (day, "float32", cpu_name()):
+    for words in (day, "float32", describe_cpu()):
         assert words in told
     assert "[" not in told and "{" not in told, "settings in words, not as JSON"
 

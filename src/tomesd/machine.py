@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from .compiler import constant_when_traced
 from .files import write_text
 
-__all__ = ["Launcher", "Machine", "cache_file", "find_launcher", "machine_of"]
+__all__ = [
+    "Launcher",
+    "Machine",
+    "cache_file",
+    "cpu_name",
+    "find_launcher",
+    "machine_of",
+    "synchronize",
+]
 
 _log = logging.getLogger("tomesd")
 
@@ -155,12 +163,13 @@ def _key(device: torch.device, dtype: str) -> str:
         parts += [torch.cuda.get_device_name(device), f"driver {driver}", f"cuda {library}"]
         parts += [f"tf32 {torch.backends.cuda.matmul.allow_tf32}"] if dtype == "float32" else []
     elif device.type == "cpu":
-        parts += [_cpu_name(), f"threads {torch.get_num_threads()}"]
+        parts += [cpu_name(), f"threads {torch.get_num_threads()}"]
     return ", ".join(parts)
 
 
 @functools.cache
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The name that the processor gives itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model n"))
@@ -254,12 +263,12 @@ def _seconds(
     """
     best, calls, rounds = math.inf, 2, 0
     while rounds < 3:
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             work()
         if wait:
-            _synchronize(device)
+            synchronize(device)
         taken = time.perf_counter() - start
         if taken < least and calls < 256:  # more would fill the queue of the device
             calls *= 2
@@ -268,7 +277,8 @@ def _seconds(
     return best
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type != "cpu":

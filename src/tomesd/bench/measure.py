@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..generation.loading import first_line
+from ..machine import synchronize
 from .calls import Call
 from .rows import OUT_OF_MEMORY
 
@@ -83,9 +84,11 @@ def _no_collection() -> Iterator[None]:
 def time_calls(call: Call, calls: int, device: torch.device) -> float:
     """Seconds per call, of `calls` calls in a row: on the GPU's own clock where there is one."""
     if device.type != "cuda":
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             call()
+        synchronize(device)
         return (time.perf_counter() - start) / calls
     if calls > 1:
         call()  # the clock starts with the GPU at work, as it is in the middle of an image

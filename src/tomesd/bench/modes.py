@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..choices import Mode
+from ..machine import synchronize
 from .calls import Call
 
 MODES: tuple[str, ...] = get_args(Mode)
@@ -33,8 +34,7 @@ def warm_up(call: Call, device: torch.device, calls: int) -> None:
     """Lets happen what happens only once: loading and tuning kernels, compiling."""
     for _ in range(calls):
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
 
 
 class Capturable(Protocol):

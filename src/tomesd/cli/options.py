@@ -157,15 +157,7 @@ class ModelOptions:
         from ..generation.loading import load_pipeline, pick_device
 
         warn_of_dtype(self.dtype, pick_device(self.device).type)
-        return load_pipeline(
-            self.model,
-            config=self.config,
-            device=self.device,
-            dtype=self.dtype,
-            attention=self.attention,
-            compile=self.compile,
-            offload=self.offload,
-        )
+        return load_pipeline(**asdict(self))
 
 
 def warn_of_dtype(dtype: str, device: str) -> None:

@@ -16,7 +16,7 @@ from ..generation.progress import OnProgress
 from ..generation.sampling import Batch, estimate_seconds, image_metadata
 from .processes import Processes
 from .prompts import Item
-from .runs import Definition, Run, Task, cpu_name, package_versions
+from .runs import Definition, Run, Task, describe_cpu, package_versions
 from .variants import Variant, patched_with
 
 OnEstimate = Callable[[float, int], None]
@@ -164,7 +164,7 @@ def device_name(pipe: Any) -> str:
     device = denoiser(pipe).device
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return cpu_name() if device.type == "cpu" else str(device.type)
+    return describe_cpu() if device.type == "cpu" else str(device.type)
 
 
 def versions() -> dict[str, str]:

@@ -9,8 +9,6 @@ images.jsonl, results.jsonl    per image and per variant, written at the end
 
 import json
 import os
-import platform
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 
 from ..files import append_json_line, read_json_lines, write_text
 from ..generation import Sampling
+from ..machine import cpu_name
 from .prompts import Item
 from .variants import Variant
 
@@ -177,15 +176,10 @@ def _refuse(path: Path, name: str, was: Any, now: Any) -> None:
         )
 
 
-def cpu_name() -> str:
-    """The name that the processor gives itself, and how many threads are used of it."""
-    name = platform.processor() or platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        name = next(iter(named), name)
+def describe_cpu() -> str:
+    """The name of the processor, and how many threads are used of it."""
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def package_versions(*packages: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ from torch import nn
 import tomesd
 
 from ..grids import cells_of, removable
+from ..machine import synchronize
 from ..settings import Settings
 from .loading import denoiser
 from .maps import MergeMap, draw_map, map_at, map_title, sample_with_maps, three_steps
 from .progress import OnProgress, silent
-from .sampling import Sample, sample
+from .sampling import Sample, merging, sample
 
 _TURNS = 7
 """How many times to take the time of a step."""
@@ -158,18 +159,13 @@ def _take_turns(
     seconds: list[list[float]] = [[] for _ in each]
     for turn, place in itertools.product(range(1 + _TURNS), range(len(each))):
         on_progress("taking times", total - (_TURNS + 1 - turn) * len(each) + place, total)
-        with tomesd.patched(pipe, **asdict(each[place])):
-            _wait_for(model.device)
+        with merging(pipe, each[place]):
+            synchronize(model.device)
             start = time.perf_counter()
             model(*args, **kwargs)
-            _wait_for(model.device)
+            synchronize(model.device)
             seconds[place].append(time.perf_counter() - start)
     return [statistics.median(found[1:]) for found in seconds]  # the first was the warm-up
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _summaries(

@@ -2,19 +2,16 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
-
-import tomesd
 
 from ..hosts import find_models
 from ..patch import patch_of
 from ..settings import Settings
 from .loading import quiet_diffusers
-from .sampling import OnStep, Sample, Sampling, image_metadata, sample, sample_batch
+from .sampling import OnStep, Sample, Sampling, sample, sample_one
 
 
 @dataclass(frozen=True)
@@ -124,17 +121,9 @@ def redraw(
     form = image_to_image(pipe)
     settings = None if settings is None else second_pass(pipe, settings, strength)
     enlarged = image.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
-    merging = nullcontext() if settings is None else tomesd.patched(form, **asdict(settings))
-    with merging:
-        given = {"image": enlarged, "strength": strength}
-        made = sample_batch(form, [prompt], [seed], sampling, on_step, **given)
-    metadata = {
-        **image_metadata(form, prompt, seed, sampling),
-        "strength": strength,
-        "from_size": image.size,
-        "merge": None if settings is None else asdict(settings),
-    }
-    return Sample(made.images[0], made.seconds, made.step_seconds, made.peak_mib, metadata)
+    about = {"strength": strength, "from_size": image.size}
+    given = {"image": enlarged, "strength": strength}
+    return sample_one(form, prompt, seed, sampling, settings, on_step, about, **given)
 
 
 def second_pass(pipe: Any, settings: Settings, strength: float) -> Settings:

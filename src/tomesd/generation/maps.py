@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
-import tomesd
-
 from ..hosts import find_models, find_modules
 from ..patch import patch_of
 from ..plan import MergePlan
 from ..settings import Settings
 from ..state import Scope
 from .hires import image_to_image
-from .sampling import OnStep, Sample, Sampling, call_pipeline, sample
+from .sampling import OnStep, Sample, Sampling, call_pipeline, merging, sample
 
 _NOISES = 100
 """Levels of noise that a picture can be looked at with."""
@@ -112,7 +110,7 @@ def sample_with_maps(
         if on_step is not None:
             on_step(done)
 
-    with tomesd.patched(pipe, **asdict(settings)), record_maps(pipe) as maps:
+    with merging(pipe, settings), record_maps(pipe) as maps:
         made = sample(pipe, prompt, on_step=note, **options)
     return made, [maps[start:end] for start, end in itertools.pairwise(ends)]
 
@@ -167,7 +165,7 @@ def map_of_image(
         "callback_on_step_end": _stop,
     }
     sampling = Sampling(*image.size, steps=_NOISES, guidance=1.0)
-    with tomesd.patched(form, **asdict(settings)), record_maps(form) as maps:
+    with merging(form, settings), record_maps(form) as maps:
         call_pipeline(form, inputs, [settings.seed], sampling)
     return maps
 

@@ -5,7 +5,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -112,12 +112,35 @@ def sample(
         options: other fields of `Sampling`.
     """
     sampling = Sampling.of(pipe, size, **options)
-    merging = nullcontext() if settings is None else tomesd.patched(pipe, **asdict(settings))
-    with merging:
-        made = sample_batch(pipe, [prompt], [seed], sampling, on_step)
+    return sample_one(pipe, prompt, seed, sampling, settings, on_step)
+
+
+def merging(pipe: Any, settings: Settings | None) -> AbstractContextManager[Any]:
+    """Makes `pipe` merge for the time of a `with` block; `None` leaves it as it is."""
+    return nullcontext() if settings is None else tomesd.patched(pipe, **asdict(settings))
+
+
+def sample_one(
+    pipe: Any,
+    prompt: str,
+    seed: int,
+    sampling: Sampling,
+    settings: Settings | None,
+    on_step: OnStep | None = None,
+    about: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> Sample:
+    """One image.
+
+    Args:
+        about: what else to say of it in its metadata.
+        given: what else the pipeline gets, such as an image to begin with.
+    """
+    with merging(pipe, settings):
+        made = sample_batch(pipe, [prompt], [seed], sampling, on_step, **given)
     merge = None if settings is None else asdict(settings)
-    metadata = {**image_metadata(pipe, prompt, seed, sampling), "merge": merge}
-    return Sample(made.images[0], made.seconds, made.step_seconds, made.peak_mib, metadata)
+    how = {**image_metadata(pipe, prompt, seed, sampling), **(about or {}), "merge": merge}
+    return Sample(made.images[0], made.seconds, made.step_seconds, made.peak_mib, how)
 
 
 def sample_batch(

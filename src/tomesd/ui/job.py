@@ -11,13 +11,11 @@ from typing import Any
 
 from PIL import Image
 
-import tomesd
-
 from ..generation import MergeMap, Sample, draw_map, record_maps, sample, save_image
 from ..generation.hires import enlarged_size, image_to_image, redraw, second_pass
 from ..generation.loading import denoiser
 from ..generation.progress import OnProgress, silent
-from ..generation.sampling import OnStep
+from ..generation.sampling import OnStep, merging
 from ..hosts import find_models
 from ..patch import patch_of
 from ..presets import Kind
@@ -224,7 +222,7 @@ class Studio:
         for settings in (Settings(ratio=0.0), request.settings):
             key = (request.size, request.hires, settings)
             if key not in self._warm:
-                with _noted_warnings(), tomesd.patched(pipe, **asdict(settings)):
+                with _noted_warnings(), merging(pipe, settings):
                     _draw(pipe, short, small, lambda done: None)
                 self._warm.add(key)
 
@@ -261,7 +259,6 @@ def _make_merged(
     """The merged image; and for each step, what was merged on the finest grid, and whether a part
     of the model was left out."""
     settings = request.settings if small is None else second_pass(pipe, request.settings, 0.5)
-    merge = asdict(settings)
     ends = [0]
     left_out: list[bool] = []
 
@@ -271,11 +268,11 @@ def _make_merged(
         left_out.append(patch is not None and patch.steps.reused)
         on_step(done)
 
-    with tomesd.patched(pipe, **merge), record_maps(pipe, every_block=False) as maps:
+    with merging(pipe, settings), record_maps(pipe, every_block=False) as maps:
         made = _draw(pipe, request, small, note)
     steps = (maps[start:end] for start, end in pairwise(ends))
     finest = tuple(min(step, key=lambda map: map.downsample, default=None) for step in steps)
-    made = replace(made, metadata={**made.metadata, "merge": merge})
+    made = replace(made, metadata={**made.metadata, "merge": asdict(settings)})
     return made, finest, tuple(left_out)
 
 

@@ -7,6 +7,7 @@ The first held-out captions, not picked; 20 DDIM steps, guidance 5, on a CPU. FO
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from PIL import Image
 
 import tomesd
 from tomesd.bench import load_original
-from tomesd.generation import load_pipeline
+from tomesd.generation import Sampling, load_pipeline, sample_batch
 from tomesd.generation.comparison import label_grid
 from tomesd.presets import PRESETS
 
@@ -24,10 +25,9 @@ FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "quality" / "galler
 CAPTIONS = tomesd_demo_model.held_out_captions()[:3]
 
 
-def images(pipe: Any) -> list[Image.Image]:
-    generators = [torch.Generator().manual_seed(seed) for seed in range(len(CAPTIONS))]
-    options = {"num_inference_steps": 20, "guidance_scale": 5.0, "generator": generators}
-    return pipe(CAPTIONS, **options).images
+def images(pipe: Any) -> Sequence[Image.Image]:
+    sampling = Sampling.of(pipe, steps=20)
+    return sample_batch(pipe, CAPTIONS, range(len(CAPTIONS)), sampling).images
 
 
 def main() -> None:

@@ -95,7 +95,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[comfy_app.Serve
         yield server
     finally:
         server.stop()
-        __import__("shutil").copy(server.log, "/tmp/cf/log.txt")
 
 
 class Workflow:

@@ -15,7 +15,7 @@ from .rows import ORIGINAL, OURS, SPEEDS, Results, Row, has, pareto
 def recovered(results: Results, section: str, path: Path) -> None:
     """Bars: which share of the gain that is possible each variant makes."""
     found = results.settings(section)
-    picture, axes = figure(8.0, 0.6 + 0.62 * len(found))
+    picture, axes = figure(0.6 + 0.62 * len(found))
     bars = ((KEPT, "tomesd", 1.0), (EVERY_BLOCK, "tomesd", 0.55), ("original", "original", 1.0))
     for place, one in enumerate(found):
         bound, base = one.seconds("free"), one.seconds("unpatched")

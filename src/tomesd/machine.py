@@ -253,10 +253,8 @@ def _numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -
     return places.mul_(0.7).sin_().to(dtype).view(shape)
 
 
-def _seconds(
-    work: Callable[[], Any], device: torch.device, least: float = 0.01, wait: bool = True
-) -> float:
-    """Seconds of one call: the best of three rounds that take `least` seconds each.
+def _seconds(work: Callable[[], Any], device: torch.device, wait: bool = True) -> float:
+    """Seconds of one call: the best of three rounds that take a hundredth of a second each.
 
     Args:
         wait: until the device is done; without, it is what the host takes.
@@ -270,7 +268,7 @@ def _seconds(
         if wait:
             synchronize(device)
         taken = time.perf_counter() - start
-        if taken < least and calls < 256:  # more would fill the queue of the device
+        if taken < 0.01 and calls < 256:  # more would fill the queue of the device
             calls *= 2
             continue
         best, rounds = min(best, taken / calls), rounds + 1

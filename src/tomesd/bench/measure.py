@@ -102,7 +102,7 @@ def time_calls(call: Call, calls: int, device: torch.device) -> float:
 
 
 @_no_collection()
-def time_launches(call: Call, device: torch.device, repeats: int = 5) -> float | None:
+def time_launches(call: Call, device: torch.device) -> float | None:
     """Seconds that the host takes to start what a GPU does in a call; None without a GPU.
 
     Where that is about what the call takes, the GPU waits for the host.
@@ -110,7 +110,7 @@ def time_launches(call: Call, device: torch.device, repeats: int = 5) -> float |
     if device.type != "cuda":
         return None
     seconds = []
-    for _ in range(repeats):
+    for _ in range(5):
         torch.cuda.synchronize(device)
         start = time.perf_counter()
         call()

@@ -96,7 +96,7 @@ class Subject:
 
 
 def load_subject(
-    name: str = "demo", *, device: str = "auto", dtype: str = "auto", attention: str = "default"
+    name: str, *, device: str = "auto", dtype: str = "auto", attention: str = "default"
 ) -> Subject:
     """A model by the name of an architecture, or as `load_pipeline` takes it."""
     place = pick_device(device)

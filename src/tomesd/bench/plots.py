@@ -11,11 +11,11 @@ from .tables import Comparison, comparisons, duration
 COLOURS = {"unpatched": "#777777", "original": "#d1495b", "tomesd": "#00798c", "free": "#c7b446"}
 
 
-def figure(width: float = 7.0, height: float = 4.0) -> Any:
+def figure(height: float) -> Any:
     """A figure and its axes, drawn without a screen."""
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=(width, height), layout="constrained")
+    picture = Figure(figsize=(8.0, height), layout="constrained")
     axes = picture.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return picture, axes
@@ -38,7 +38,7 @@ def save_figure(picture: Any, path: Path) -> None:
 def plot_rows(rows: list[Row], path: Path) -> None:
     """Bars of milliseconds per call, one group for each setting."""
     groups = comparisons(rows)
-    picture, axes = figure(8.0, 1.0 + 0.28 * sum(1 + len(group.rows) for group in groups))
+    picture, axes = figure(1.0 + 0.28 * sum(1 + len(group.rows) for group in groups))
     place, places, names = 0.0, [], []
     for group in groups:
         for row in group:

@@ -126,11 +126,11 @@ def _errors(estimates: Sequence[Estimate]) -> list[list[float]]:
     return [below, above]
 
 
-def _figure(width: float = 5.4, height: float = 3.8) -> tuple[Any, Any]:
+def _figure(height: float = 3.8) -> tuple[Any, Any]:
     # Not pyplot, which keeps every figure and may look for a screen.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(5.4, height), layout="constrained")
     axes = figure.subplots()
     axes.grid(color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)

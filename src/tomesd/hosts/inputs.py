@@ -5,6 +5,7 @@ name, and another what differs in a class.
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -59,18 +60,22 @@ def example_inputs(
     if row is None:
         return None
     cls = next(c for c in type(module).__mro__ if c.__name__ == row.name)
-    usual = next((count for count, names in _TEXTS.items() if row.name in names), 512)
     # Some have positions for a text of one length only.
     fixed = example.max_text_seq_length or example.text_len
-    example = replace(example, text=fixed or text or usual)
+    example = replace(example, text=fixed or text or _usual_text(cls))
     return _inputs(example, cls, _MAIN.get(row.layout, _IMAGE))
 
 
 _DIT = ("DiTTransformer2DModel", "PixArtTransformer2DModel")
 
+
 _Rule = str | Callable[[Example], Any]
 """What to give for an argument: data of a shape (see `Example.data`), or what a function says.
 None leaves it out."""
+
+
+def _make(example: Example, rule: _Rule) -> Any:
+    return example.data(rule) if isinstance(rule, str) else rule(example)
 
 
 def _inputs(example: Example, cls: type, main: _Rule) -> Inputs:
@@ -80,8 +85,7 @@ def _inputs(example: Example, cls: type, main: _Rule) -> Inputs:
     for name, parameter in inspect.signature(cls.forward).parameters.items():  # type: ignore
         optional = parameter.default is not inspect.Parameter.empty
         if name in rules and not (name == "encoder_attention_mask" and optional):
-            rule = rules[name]
-            value = example.data(rule) if isinstance(rule, str) else rule(example)
+            value = _make(example, rules[name])
             if value is not None or not optional:
                 inputs[name] = value
     return inputs
@@ -90,7 +94,7 @@ def _inputs(example: Example, cls: type, main: _Rule) -> Inputs:
 _IMAGE = "in_channels height width"
 _VIDEO = "in_channels frames height width"
 _ONE_FRAME = "in_channels 1 height width"
-_TWO_FRAMES = "in_channels 2 height width"
+_TWO_FRAMES, _PAST = "in_channels 2 height width", "in_channels 16 height width"
 _PACKED = "tokens in_channels"  # the pipeline makes tokens of 2x2 pixels
 
 
@@ -119,31 +123,27 @@ _MAIN: dict[Any, _Rule] = {
     at.from_joy_image_plus: "tokens in_channels 1 2 2",
 }
 
-# How many tokens pipelines make of a text; 512, where nothing is said.
+# How many tokens pipelines make of a text; 512, where nothing is said. Of the classes, the names
+# without what most of them end in.
 _TEXTS = {
-    64: ("GlmImageTransformer2DModel",),
-    77: ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"),
-    120: ("LatteTransformer3DModel",),
-    128: (
-        "BriaTransformer2DModel", "ErnieImageTransformer2DModel", "HiDreamImageTransformer2DModel",
-        "LTXVideoTransformer3DModel", "OmniGenTransformer2DModel", "ZImageTransformer2DModel",
-    ),
-    224: ("CogView3PlusTransformer2DModel", "CogView4Transformer2DModel"),
-    226: ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
-    256: (
-        "AuraFlowTransformer2DModel", "EasyAnimateTransformer3DModel",
-        "HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModel",
-        "Kandinsky5Transformer3DModel", "Lumina2Transformer2DModel", "LuminaNextDiT2DModel",
-        "MochiTransformer3DModel", "NucleusMoEImageTransformer2DModel",
-        "OvisImageTransformer2DModel", "PRXTransformer2DModel", "QwenImageControlNetModel",
-        "QwenImageTransformer2DModel",
-    ),
-    333: ("SD3ControlNetModel", "SD3Transformer2DModel"),
-    1000: ("HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel"),
-    1024: (
-        "BriaFibo2Transformer2DModel", "BriaFiboTransformer2DModel", "LTX2VideoTransformer3DModel",
-    ),
-}  # fmt: skip
+    64: "GlmImage",
+    77: "HunyuanDiT2D HunyuanDiT2DControlNet",
+    120: "Latte",
+    128: "Bria ErnieImage HiDreamImage LTXVideo OmniGen ZImage",
+    224: "CogView3Plus CogView4",
+    226: "CogVideoX ConsisID",
+    256: "AuraFlow EasyAnimate HunyuanVideo HunyuanVideoFramepack Kandinsky5 Lumina2 "
+    "LuminaNextDiT2D Mochi NucleusMoEImage OvisImage PRX QwenImage QwenImageControlNet",
+    333: "SD3 SD3ControlNet",
+    1000: "HunyuanImage HunyuanVideo15",
+    1024: "BriaFibo BriaFibo2 LTX2Video",
+}
+
+
+def _usual_text(cls: type) -> int:
+    short = re.sub(r"(Transformer[23]D)?Model$", "", cls.__name__)
+    return next((count for count, names in _TEXTS.items() if short in names.split()), 512)
+
 
 _TEXT = (
     "text joint_attention_dim|caption_channels|text_dim|text_embed_dim|cap_feat_dim|context_in_dim"
@@ -157,7 +157,7 @@ def _where(entry: str, rule: _Rule) -> _Rule:
     def given(c: Example) -> Any:
         if not any(getattr(c, name) for name in entry.split("|")):
             return None
-        return c.data(rule) if isinstance(rule, str) else rule(c)
+        return _make(c, rule)
 
     return given
 
@@ -247,10 +247,6 @@ def _size_conditions(c: Example) -> Inputs:
     return {"resolution": c.tensor(2), "aspect_ratio": c.tensor(1)}
 
 
-def _text_mask(c: Example) -> Tensor:
-    return c.mask(c.text)
-
-
 _AUDIO_TOKENS = 126  # five seconds
 _CLIP_TOKENS, _SIGLIP_TOKENS, _EVA_TOKENS = 257, 729, 577  # a picture for these encoders
 
@@ -268,7 +264,9 @@ _ARGUMENTS: dict[str, _Rule] = {
     "encoder_hidden_states_llama3": lambda c: c.tensor(
         max(c.llama_layers) + 1, c.text, c.caption_channels[1]
     ).transpose(0, 1),
-    **dict.fromkeys(("encoder_attention_mask", "encoder_mask", "text_embedding_mask"), _text_mask),
+    **dict.fromkeys(
+        ("encoder_attention_mask", "encoder_mask", "text_embedding_mask"), lambda c: c.mask(c.text)
+    ),
     "text_embedding_mask_t5": lambda c: c.mask(c.text_len_t5),
     "pooled_projections": "pooled_projection_dim|in_text_dim2",
     "pooled_embeds": "text_emb_dim",
@@ -301,18 +299,14 @@ _ARGUMENTS: dict[str, _Rule] = {
     "input_img_latents": lambda c: [],
     "input_image_sizes": lambda c: {},
     "audio_hidden_states": f"{_AUDIO_TOKENS} audio_in_channels|in_audio_dim",
-    # Framepack: a picture, and 16 + 2 + 1 frames of the past in smaller and smaller patches
-    "latents_clean": _TWO_FRAMES,
-    "latents_history_2x": _TWO_FRAMES,
-    "latents_history_4x": "in_channels 16 height width",
+    # 16, 2 and 1 frames of the past, in smaller and smaller patches, and a picture or first frame
+    **dict.fromkeys(("latents_history_4x", "latents_history_long"), _PAST),
+    **dict.fromkeys(("latents_history_2x", "latents_history_mid"), _TWO_FRAMES),
+    **dict.fromkeys(("latents_clean", "latents_history_short"), _TWO_FRAMES),
     "indices_latents_history_4x": lambda c: c.count(17, 1),
     "indices_latents_history_2x": lambda c: c.count(19, 17),
     "indices_latents_clean": lambda c: 19 * c.count(2),
     "indices_latents": lambda c: c.count(20 + c.frames, 20),
-    # Helios: 16, 2 and 1 frames of the past and the first one
-    "latents_history_long": "in_channels 16 height width",
-    "latents_history_mid": _TWO_FRAMES,
-    "latents_history_short": _TWO_FRAMES,
     "indices_latents_history_long": lambda c: c.counts(17, 1),
     "indices_latents_history_mid": lambda c: c.counts(19, 17),
     "indices_latents_history_short": lambda c: 19 * c.counts(2),

@@ -44,8 +44,7 @@ class Kept:
         kind = str(dtype).removeprefix("torch.")  # the compiler wants no dot in an attribute
         name = f"{name}_{numbers}_{kind}_{device}"
         _allocate(self.name, name, tuple(int(n) for n in shape), dtype, device, fill)
-        found: Tensor = getattr(self.local, name)
-        return found
+        return getattr(self.local, name)
 
     def forget(self, prefix: str) -> None:
         """Lets go of the tensors of this thread whose names begin so."""

@@ -241,5 +241,4 @@ def _read_ids(places: Tensor) -> Layout:
 
 def _ranks(values: Tensor) -> Tensor:
     """Which of the values that occur each one is, `[N]`: places need not be whole numbers."""
-    ranks: Tensor = values.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
-    return ranks
+    return values.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]

@@ -92,8 +92,7 @@ _match_tokens = opaque_operator("match_tokens", _match_by)
 
 @torch.library.custom_op("tomesd::slot_mean", mutates_args=())
 def _slot_mean(x: Tensor, slot: Tensor, order: Tensor, span: Tensor) -> Tensor:
-    mean: Tensor = launch(load_fast().slot_mean, x, Lists(slot, order, span))
-    return mean
+    return launch(load_fast().slot_mean, x, Lists(slot, order, span))
 
 
 @_slot_mean.register_fake
@@ -120,19 +119,16 @@ def slot_mean(x: Tensor, lists: Lists, triton: bool = False) -> Tensor:
     if not triton:
         return reference.slot_mean(x, lists)
     if _is_launched_here(x) and not _wants_gradient(x):
-        mean: Tensor = launch(load_fast().slot_mean, x, lists)
-        return mean
+        return launch(load_fast().slot_mean, x, lists)
     if _is_launched_by_compiler(x):
-        compiled: Tensor = torch.ops.tomesd.slot_mean_triton(x, *lists)
-        return compiled
+        return torch.ops.tomesd.slot_mean_triton(x, *lists)
     return _slot_mean(x, *lists)
 
 
 def slot_gather(y: Tensor, slot: Tensor, triton: bool = False) -> Tensor:
     """Each token's slot row: `[B, M, C]` and `[B, N]` to `[B, N, C]`."""
     if triton and _is_launched_here(y) and not _wants_gradient(y):
-        rows: Tensor = launch(load_fast().slot_gather, y, slot)
-        return rows
+        return launch(load_fast().slot_gather, y, slot)
     return reference.slot_gather(y, slot)
 
 
@@ -153,6 +149,5 @@ def slot_restore(
     """
     same = x.dtype == y.dtype == merged.dtype  # otherwise the result has a dtype of its own
     if triton and same and _is_launched_here(x) and not _wants_gradient(x, y, merged):
-        restored: Tensor = launch(load_fast().slot_restore, x, y, merged, slot)
-        return restored
+        return launch(load_fast().slot_restore, x, y, merged, slot)
     return reference.slot_restore(x, y, merged, slot)

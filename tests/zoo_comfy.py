@@ -10,7 +10,7 @@ import torch
 import zoo_ldm
 from torch import Tensor, nn
 
-from tomesd.hosts.inputs_comfy import comfy_inputs
+from tomesd.hosts.inputs import example_inputs
 
 Inputs = dict[str, Any]
 TEXT, HEIGHT, WIDTH, FRAMES = 5, 12, 8, 3
@@ -46,7 +46,7 @@ class ComfyDit:
         self, model: nn.Module, batch: int = 2, size: tuple[int, int] | None = None
     ) -> Inputs:
         """Noise of each item's own, at times of late steps."""
-        plain = comfy_inputs(model, size or (HEIGHT, WIDTH), batch, FRAMES, TEXT)
+        plain = example_inputs(model, size or (HEIGHT, WIDTH), batch, FRAMES, TEXT)
         assert plain is not None
         filled = {}
         for name, value in (plain | self.more(batch)).items():

@@ -1,12 +1,11 @@
 """What a patch does to a model at an image size, found by running the model on shapes alone."""
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .api import patched
 from .cost import Verdict
-from .dry_run import ReadsDataError, count_flops
+from .dry_run import count_flops
 from .hosts import FoundModel, UnsupportedModelError, find_models
 from .hosts.inputs import example_inputs
 from .machine import machine_of
@@ -223,23 +222,26 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     settings = patch.settings
     if settings.share == "steps":  # nothing made here may be kept for a real call
         settings = replace(settings, share="level")
-    flops = merged_flops = coarse_flops = coarse_tokens = 0
     weight = next(module.parameters())
     if settings.when == "if_faster":
         machine_of(weight.device, weight.dtype)  # nothing can be measured on shapes alone
-    call = _decide(found, patch, settings, size, inputs)
-    # A model that looks into its data cannot run without.
-    with suppress(ReadsDataError):
-        flops = count_flops(module, Call(patch, Settings(ratio=0.0), size), inputs)
-        merged = Call(patch, settings, size)
-        merged_flops, call = count_flops(module, merged, inputs), merged
-        if settings.coarse:
-            coarse = Call(patch, settings, size, coarse=True)
-            coarse_flops = count_flops(module, coarse, inputs)
-            coarse_tokens = coarse.decisions[0].tokens if coarse.coarse else 0
-    levels, counts = _levels(call.decisions), (patch.blocks, flops, merged_flops)
-    of_coarse = (coarse_tokens, coarse_flops)
-    return Part(found.name, patch.settings, size, levels, *counts, call.verdict, *of_coarse)
+    decided = _decide(found, patch, settings, size, inputs)  # reads where tokens are, with data
+    merging = Call(patch, settings, size)
+    flops = count_flops(module, Call(patch, Settings(ratio=0.0), size), inputs)
+    merged_flops = None if flops is None else count_flops(module, merging, inputs)
+    if flops is None or merged_flops is None:
+        merging, flops, merged_flops = decided, 0, 0
+    levels, counts = _levels(merging.decisions), (patch.blocks, flops, merged_flops)
+    coarse = _coarse(module, Call(patch, settings, size, coarse=True), inputs)
+    return Part(found.name, patch.settings, size, levels, *counts, merging.verdict, *coarse)
+
+
+def _coarse(module: nn.Module, call: Call, inputs: Any) -> tuple[int, int]:
+    """Tokens and operations of a coarse step, where the settings have any."""
+    if not call.settings.coarse:
+        return 0, 0
+    flops = count_flops(module, call, inputs) or 0
+    return (call.decisions[0].tokens if flops and call.coarse else 0), flops
 
 
 def _decide(

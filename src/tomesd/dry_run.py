@@ -13,21 +13,16 @@ from .patch import original_class
 from .selectors import plan_flops
 from .state import Call, Scope, run_inside
 
-__all__ = ["ReadsDataError", "count_flops"]
+__all__ = ["count_flops"]
 
 _MOST_CONSTANTS = 1 << 24
-"""Numbers in a tensor that a model may read, as it does to cut the text by its mask."""
+"""Numbers in a tensor that a model may read, as some do to cut the text by its mask."""
 
 
-class ReadsDataError(RuntimeError):
-    """The model looks into the data to know what to do, as mixtures of experts do."""
-
-
-def count_flops(module: nn.Module, call: Call, inputs: dict[str, Any]) -> int:
+def count_flops(module: nn.Module, call: Call, inputs: dict[str, Any]) -> int | None:
     """Floating-point operations of a patched model in a call; what it decides is noted there.
 
-    Raises:
-        ReadsDataError: it cannot run without data.
+    None if it looks into the data to know what to do, as mixtures of experts do.
     """
     from torch._subclasses import fake_tensor  # slow to import
     from torch.utils.flop_counter import FlopCounterMode  # looks for triton
@@ -38,30 +33,21 @@ def count_flops(module: nn.Module, call: Call, inputs: dict[str, Any]) -> int:
         display=False,
         custom_mapping={cpu_attention: _attention_flops, **plan_flops()},
     )
-    with _unchanged(module), _more_constants(), torch.no_grad():
-        try:
-            with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
-                constants = {name: _constant(name, value) for name, value in inputs.items()}
-                with counter, torch.compiler.set_stance("force_eager"):
-                    run_inside(Scope(call), module, **constants)
-        except (
-            fake_tensor.DataDependentOutputException,
-            fake_tensor.DynamicOutputShapeException,
-        ) as error:
-            raise ReadsDataError(str(error)) from error
-    return counter.get_total_flops()
-
-
-@contextmanager
-def _more_constants() -> Iterator[None]:
-    """Tensors that are known to be constant, such as masks, may be read."""
-    from torch._subclasses import fake_tensor
-
     limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, _MOST_CONSTANTS
     try:
-        yield
+        with (
+            _unchanged(module),
+            torch.no_grad(),
+            fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
+        ):
+            constants = {name: _constant(name, value) for name, value in inputs.items()}
+            with counter, torch.compiler.set_stance("force_eager"):
+                run_inside(Scope(call), module, **constants)
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
+        return None
     finally:
         fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+    return counter.get_total_flops()
 
 
 @contextmanager

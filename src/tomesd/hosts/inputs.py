@@ -48,9 +48,9 @@ def example_inputs(
         frames: latent frames of a video; models of images ignore it.
         text: tokens of text for a transformer; as many as its pipeline makes, if None.
     """
-    if is_comfy(module) and (inputs := comfy_inputs(module, size, batch, frames, text)) is not None:
-        return inputs
     example = Example(module, batch, *size, frames, text or 77)
+    if is_comfy(module) and (inputs := comfy_inputs(example, text)) is not None:
+        return inputs
     for cls in type(module).__mro__:
         if cls.__name__ in UNETS:
             return UNETS[cls.__name__](replace(example, text=77))

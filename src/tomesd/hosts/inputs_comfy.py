@@ -2,8 +2,10 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+
+from .inputs_example import Example
+from .names import class_names
 
 __all__ = ["comfy_inputs"]
 
@@ -19,35 +21,35 @@ _INPUTS = {
 }
 
 
-def comfy_inputs(
-    module: Any, size: tuple[int, int], batch: int, frames: int, text: int | None
-) -> dict[str, Any] | None:
-    """Keyword arguments of the model's forward, or None if its class is not known."""
-    name = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _INPUTS), None)
+def comfy_inputs(c: Example, text: int | None) -> dict[str, Any] | None:
+    """Keyword arguments of the model's forward, or None if its class is not known.
+
+    Args:
+        text: tokens of text; as many as ComfyUI makes, if None.
+    """
+    name = next((name for name in class_names(c.module) if name in _INPUTS), None)
     if name is None:
         return None
     usual, time, has_frames, of_latent, of_text = _INPUTS[name]
-    like = next(p for p in module.parameters() if p.is_floating_point())
-
-    def tensor(*shape: int) -> Tensor:
-        return torch.zeros(batch, *shape, device=like.device, dtype=module.dtype or like.dtype)
-
-    shape = (frames if name == "WanModel" else 1, *size) if has_frames else size
+    shape: tuple[int, ...] = (c.height, c.width)
+    if has_frames:
+        shape = (c.frames if name == "WanModel" else 1, *shape)
     inputs = {
-        "x": tensor(_channels(module, getattr(module, of_latent)), *shape),
-        time: tensor().float(),
-        "context": tensor(text or usual, _width(getattr(module, of_text))),
+        "x": c.tensor(_channels(c.module, getattr(c.module, of_latent)), *shape),
+        time: c.tensor().float(),
+        "context": c.tensor(text or usual, _width(getattr(c.module, of_text))),
         "transformer_options": {},
     }
     if name == "NextDiT":
         inputs["num_tokens"] = text or usual
     if name in ("Flux", "Chroma"):
-        inputs["guidance"] = tensor()
-    if hasattr(module, "vace_in_dim"):
-        inputs |= {"vace_context": tensor(1, module.vace_in_dim, *shape), "vace_strength": [1.0]}
-    vector = getattr(module, "y_embedder", None) or getattr(module, "vector_in", None)
+        inputs["guidance"] = c.tensor()
+    if hasattr(c.module, "vace_in_dim"):
+        context = c.tensor(1, c.module.vace_in_dim, *shape)
+        inputs |= {"vace_context": context, "vace_strength": [1.0]}
+    vector = getattr(c.module, "y_embedder", None) or getattr(c.module, "vector_in", None)
     if vector is not None:
-        inputs["y"] = tensor(_width(vector))
+        inputs["y"] = c.tensor(_width(vector))
     return inputs
 
 

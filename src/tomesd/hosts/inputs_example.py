@@ -68,7 +68,7 @@ class Example:
     def zeros(self, *shape: int) -> Tensor:
         like = next(p for p in self.module.parameters() if p.is_floating_point())
         # Models of diffusers know better: a few of their parameters may stay in full precision.
-        dtype = getattr(self.module, "dtype", like.dtype)
+        dtype = getattr(self.module, "dtype", None) or like.dtype
         return torch.zeros(shape, device=like.device, dtype=dtype)
 
     def whole(self, *shape: int, value: int = 0) -> Tensor:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from .api import patched
 from .cost import Verdict
 from .dry_run import count_flops

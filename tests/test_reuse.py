@@ -6,11 +6,13 @@ import copy
 import pickle
 import re
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 from merging_dit import (
     SUPPORTED,
     assert_differs,
@@ -26,6 +28,7 @@ from zoo_diffusers import make_controlnet, make_unet
 from zoo_ldm import HOSTS as LDM_HOSTS
 
 import tomesd
+from tomesd.hosts.timeline import find_timeline
 from tomesd.kept import Kept
 from tomesd.patch import patch_of
 from tomesd.reuse import LastResult
@@ -148,7 +151,7 @@ def test_steps_are_told_apart_by_their_times() -> None:
     steps = Steps()
 
     def enter(time: float, size: tuple[int, ...] = (2, 16), started: bool = True) -> str:
-        resized = steps.enter(time, size)
+        resized = steps.enter(time, 1 - time / 10, size)
         moment = steps.moment(3, started)
         return f"{moment.nth}{' reuses' * moment.reuses}{' first' * moment.first}{'!' * resized}"
 
@@ -164,6 +167,39 @@ def test_steps_are_told_apart_by_their_times() -> None:
     assert enter(5, (1, 16)) == "1 first"  # a call that had no counterpart before
     # Images of a single step, one after the other: what is kept does not pile up.
     assert {enter(5, (3, 16)).partition(" ")[0] for _ in range(40)} == set("01234567")
+
+
+SCHEDULERS = {
+    "flow": (FlowMatchEulerDiscreteScheduler, {"shift": 3.0}),
+    "flow, bfloat16": (FlowMatchEulerDiscreteScheduler, {"shift": 3.0}),
+    "trailing": (DDIMScheduler, {"timestep_spacing": "trailing"}),
+    "leading": (DDIMScheduler, {"timestep_spacing": "leading", "steps_offset": 1}),
+    "linspace": (EulerDiscreteScheduler, {"timestep_spacing": "linspace"}),
+}
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 20, 28, 50])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_the_last_step_is_known_by_the_length_of_steps(kind: str, count: int) -> None:
+    make, config = SCHEDULERS[kind]
+    scheduler = make(**config)
+    timeline = find_timeline(SimpleNamespace(scheduler=scheduler))
+    if kind.startswith("flow"):
+        timeline = replace(timeline, noise=1000.0, flow=True)
+    scheduler.set_timesteps(count)
+    times = scheduler.timesteps.float()
+    if "bfloat16" in kind:
+        times = times.bfloat16().float()
+    steps, ends = Steps(), []
+    for time in times.tolist():
+        for _ in range(2):  # split guidance
+            steps.enter(time, timeline.progress(time, 4096), (1, 4096))
+            ends.append(steps.ends)
+    assert ends[-2:] == [True, True]
+    # Where the last time is hardly above 0, the one before may look like the last as well.
+    assert not any(ends[:-4])
+    if kind == "trailing":
+        assert not any(ends[:-2])
 
 
 def run_steps(model: Any, dit: Any, times: tuple[float, ...], seed: int = 0) -> list[Tensor]:

@@ -170,7 +170,7 @@ def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obs
             "(a ControlNet, a cache of blocks)"
         )
         return ratio
-    if patch.steps.enter(-time if timeline.rises else time, size):
+    if patch.steps.enter(-time if timeline.rises else time, progress, size):
         patch.kept.forget("reuse_")
     started = progress >= (settings.reuse_start or 0.0)
     moment = patch.steps.moment(settings.reuse, started)

@@ -8,6 +8,9 @@ __all__ = ["Moment", "Steps"]
 _MOST_CALLS = 8
 """At one time, for one image: more are other images, such as those of models that take one step."""
 
+_ROUNDING = 0.02
+"""Of the length of a step: times of half precision."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -30,6 +33,10 @@ class Steps(threading.local):
 
     time: float = float("-inf")
     """Of the last call; minus infinity before the first."""
+    progress: float = 0.0
+    """Of the last call, 0 (noise) to 1 (image)."""
+    ends: bool = False
+    """Whether another step as long as the last one would be past the image."""
     number: int = 0
     """Of the step in the image."""
     nth: int = 0
@@ -38,16 +45,18 @@ class Steps(threading.local):
     size: tuple[int, ...] = ()
     """Of the latents, items first."""
 
-    def enter(self, time: float, size: tuple[int, ...]) -> bool:
+    def enter(self, time: float, progress: float, size: tuple[int, ...]) -> bool:
         """Notes the next call. Returns whether what was kept is of another size, and useless."""
         resized, again = size != self.size, time == self.time
         if time > self.time or resized or (again and self.nth + 1 == _MOST_CALLS):
-            self.number, self.nth, self.ran = 0, 0, {}
+            self.number, self.nth, self.ran, self.ends = 0, 0, {}, False
         elif again:
             self.nth += 1
         else:
             self.number, self.nth = self.number + 1, 0
-        self.time, self.size = time, size
+            length = progress - self.progress
+            self.ends = progress + (1 + _ROUNDING) * length >= 1
+        self.time, self.progress, self.size = time, progress, size
         return resized
 
     def restart(self) -> None:
@@ -55,9 +64,12 @@ class Steps(threading.local):
         self.time, self.ran = float("-inf"), {}
 
     def moment(self, every: int, started: bool) -> Moment:
-        """What the call does, if regions run at every so many steps once this has started."""
+        """What the call does, if regions run at every so many steps once this has started.
+
+        They run at the last step too, which nothing after it could mend.
+        """
         last = self.ran.get(self.nth)
-        reuses = started and last is not None and self.number - last < every
+        reuses = started and last is not None and self.number - last < every and not self.ends
         if not reuses:
             self.ran[self.nth] = self.number
         return Moment(self.nth, reuses, last is None)

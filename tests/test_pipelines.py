@@ -179,7 +179,7 @@ def test_sdxl_controlnet_pipeline() -> None:
     )
     pipe.set_progress_bar_config(disable=True)
     plain = run_pipeline(pipe)
-    tomesd.apply_patch(pipe)
+    tomesd.apply_patch(pipe, ratio=0.5)
     with tokens_into(pipe.controlnet) as seen:
         merged = run_pipeline(pipe)
     assert {s[1] for n, s in seen.items() if n.startswith("down_blocks.1")} == {32}

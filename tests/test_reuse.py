@@ -46,6 +46,18 @@ def inner_blocks(model: Any) -> set[str]:
     return set(names[1:-1] if len(names) > 2 else names)
 
 
+@pytest.mark.parametrize("name", HOSTS)
+def test_all_blocks_can_be_left_out(name: str) -> None:
+    dit = HOSTS[name]
+    model, inputs = dit.build(), dit.inputs()
+    tomesd.apply_patch(model, **REUSE, depth=(0.0, 1.0))
+    computed = dit.run(model, at_noise(dit, inputs, 0.9))
+    with block_calls(model) as calls:
+        reused = dit.run(model, at_noise(dit, inputs, 0.9 - 1e-6))
+    assert not list(calls)
+    assert_rounding(reused, computed, 1e-2)
+
+
 @pytest.mark.filterwarnings("error::tomesd.MergeWarning")
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_step_that_reuses_runs_no_inner_block(name: str) -> None:
@@ -317,26 +329,35 @@ def test_models_that_cannot_reuse_say_so() -> None:
 def test_it_is_described() -> None:
     model = tomesd.apply_patch(SUPPORTED["sd3"].build(), preset="fast")
     told = str(tomesd.describe(model, 64, 64))
-    assert "nothing is merged; one step in 3 runs the whole model, from progress 0.25 on" in told
+    for words in (
+        "nothing is merged; coarse up",
+        "one step in 3 runs the whole model, from progress 0.35",
+    ):
+        assert words in told
 
 
-@pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
-def test_presets_of_transformers_leave_steps_out(preset: Any) -> None:
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        # Of ten steps: w is whole, c is coarse, - is left out.
+        ("quality", "ww-w-w-w-w"),
+        ("balanced", "ww--w--w-w"),
+        ("fast", "ccccw--w-w"),
+    ],
+)
+def test_presets_of_transformers_leave_steps_out(preset: Any, expected: str) -> None:
     dit = SUPPORTED["flux"]
     model, inputs = dit.build(), dit.inputs()
+    with block_calls(model) as calls:
+        dit.run(model, inputs)
+    whole = calls[0][1]["hidden_states"].shape[1]
     tomesd.apply_patch(model, preset=preset)
-    ran = []
-    for left in (1.0, 0.9, 0.7, 0.6, 0.4, 0.3, 0.2, 0.1):
+    ran = ""
+    for step in range(10):
         with block_calls(model) as calls:
-            dit.run(model, at_steps_left(dit, inputs, left))
-        ran.append({block for block, _ in calls} >= inner_blocks(model))
-    assert (
-        ran
-        == {
-            "quality": [True, True, True, True, False, True, False, True],
-            "balanced": [True, True, False, True, False, True, False, True],
-            "fast": [True, True, False, False, True, False, False, True],
-        }[preset]
-    )
+            dit.run(model, at_steps_left(dit, inputs, 1 - step / 10))
+        tokens = max((given["hidden_states"].shape[1] for _, given in calls), default=0)
+        ran += {0: "-", whole // 4: "c", whole: "w"}[tokens]
+    assert ran == expected
     # An option that is given wins.
     assert patch_of(tomesd.apply_patch(model, preset=preset, reuse=5)).settings.reuse == 5  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from torch import nn
 from .hosts import FoundModel, Site, find_models, find_modules, find_timeline
 from .machine import machine_of
 from .patch import patch_of, restore, swap
-from .presets import Preset
+from .presets import BEST, Preset
 from .presets import preset as preset_options
 from .settings import (
     DEFAULT,
@@ -81,7 +81,8 @@ def apply_patch(
         model: a diffusers pipeline or model, an ldm model, or a wrapper around one. It is changed
             in place. All denoisers of a pipeline are patched, and its ControlNets.
         preset: "quality", "balanced" or "fast": settings that have been measured. Options that are
-            given besides win over it.
+            given besides win over it. If nothing at all is given, it is "fast" on UNets and
+            "balanced" on transformers.
         all others: see `Settings`, which also has their defaults.
 
     Returns:
@@ -134,21 +135,21 @@ def prepare(model: Any, options: Mapping[str, Any], preset: Preset | None = None
     # What is wrong with the options alone is said before the model is looked at.
     Settings(**options)
     found = find_models(model)
-    patches = [
-        _make_patch(model, part, Settings(**{**_options(preset, part), **options}))
-        for part in found
-    ]
+    patches = [_make_patch(model, part, options, preset) for part in found]
     sites = [part.sites(patch.settings) for part, patch in zip(found, patches, strict=True)]
     return Prepared(found, list(zip(sites, patches, strict=True)))
 
 
-def _options(preset: Preset | None, part: FoundModel) -> dict[str, Any]:
-    return {} if preset is None else preset_options(preset, part.kind)
-
-
-def _make_patch(model: Any, part: FoundModel, asked: Settings) -> Patch:
-    settings = part.settings(asked)
+def _make_patch(
+    model: Any, part: FoundModel, options: Mapping[str, Any], preset: Preset | None
+) -> Patch:
     timeline = part.timeline(find_timeline(model))
+    if not options and preset is None and part.rooted and timeline.noise is not None:
+        preset = BEST[part.kind]
+    if preset is not None:
+        options = {**preset_options(preset, part.kind, coarse=part.can_be_coarse), **options}
+    asked = Settings(**options)
+    settings = part.settings(asked)
     timeline.check(settings)
     return Patch(settings, asked, part.rooted, timeline, part.blocks, part.outline())
 

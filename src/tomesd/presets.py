@@ -11,7 +11,17 @@ from typing import Any, Literal
 from .files import write_text
 from .settings import AnyTensor, Settings
 
-__all__ = ["PRESETS", "TRANSFORMER_PRESETS", "Kind", "Preset", "changed", "load", "preset", "save"]
+__all__ = [
+    "BEST",
+    "PRESETS",
+    "TRANSFORMER_PRESETS",
+    "Kind",
+    "Preset",
+    "changed",
+    "load",
+    "preset",
+    "save",
+]
 
 FORMAT = 1
 
@@ -26,19 +36,30 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"target": "stack", "ratio": 0.5, "end": 0.7},
 }
 
-# On transformers, reusing keeps an image far better than merging does: see the same document.
+# On transformers, leaving steps out keeps an image, and a coarser image at first makes another one
+# that is as good; merging tokens does neither: see the same document.
 TRANSFORMER_PRESETS: dict[str, dict[str, Any]] = {
-    "quality": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.5},
-    "balanced": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.25},
-    "fast": {"ratio": 0.0, "reuse": 3, "reuse_start": 0.25},
+    "quality": {"ratio": 0.0, "depth": (0.0, 1.0), "reuse": 2, "reuse_start": 0.15},
+    "balanced": {"ratio": 0.0, "depth": (0.0, 1.0), "reuse": 3, "reuse_start": 0.15},
+    "fast": {"ratio": 0.0, "depth": (0.0, 1.0), "coarse": 0.35, "reuse": 3, "reuse_start": 0.35},
 }
+WITHOUT_COARSE: dict[str, Any] = {"coarse": None, "reuse": 4, "reuse_start": 0.15}
+"""What `fast` does instead on transformers that cannot be run on a coarser image."""
+
+BEST: dict[str, Preset] = {"unet": "fast", "transformer": "balanced"}
+"""The preset that `apply_patch` takes if no option is given, by kind of model."""
 
 
-def preset(name: str, kind: Kind = "unet") -> dict[str, Any]:
-    """The options of a preset for a kind of model, as a dictionary of its own."""
+def preset(name: str, kind: Kind = "unet", *, coarse: bool = True) -> dict[str, Any]:
+    """The options of a preset for a kind of model, as a dictionary of its own.
+
+    Args:
+        coarse: whether the model can be run on a coarser image.
+    """
     if name not in PRESETS:
         raise ValueError(f"preset={name!r}: must be one of {', '.join(map(repr, PRESETS))}")
-    return dict((PRESETS if kind == "unet" else TRANSFORMER_PRESETS)[name])
+    options = (PRESETS if kind == "unet" else TRANSFORMER_PRESETS)[name]
+    return options | WITHOUT_COARSE if "coarse" in options and not coarse else dict(options)
 
 
 def changed(settings: Settings) -> dict[str, Any]:

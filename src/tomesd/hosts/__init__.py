@@ -49,6 +49,11 @@ class FoundModel:
     def kind(self) -> Literal["unet", "transformer"]:
         return "unet" if self.row is None else "transformer"
 
+    @property
+    def can_be_coarse(self) -> bool:
+        """Whether it is known how to run the model on a coarser image."""
+        return self.row is not None and self.row.coarse is not None
+
     def settings(self, asked: Settings) -> Settings:
         """The settings with the defaults of this kind of model where nothing was given.
 

@@ -1,8 +1,10 @@
 """How many tokens to remove on a grid, and whether that pays. Nothing here has a state."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +81,8 @@ class Layout:
 
 _log = logging.getLogger("tomesd")
 
+_Answer = TypeVar("_Answer")
+
 Segments = dict[tuple[str, ...], tuple[Segment, ...]]
 
 
@@ -96,8 +100,8 @@ def decide(call: Call, grid: Grid, blocks: int, x: Tensor, score_heads: int = 0)
     decision = _note(call, Decision(grid, blocks, grid[1] * grid[2], segments))
     if decision.segments and call.settings.when == "if_faster":
         if call.left_alone is None:
-            _judge_unet_once(call, x, score_heads)
-        assert call.left_alone is not None
+            judge = partial(_judge_unet, call, x, score_heads)
+            call.left_alone = _once(call, x, score_heads, judge)
         found = call.left_alone.get(decision.level)
         # A level that the outline of the model does not have.
         decision.left_alone = "not faster" if found is None else found
@@ -126,7 +130,8 @@ def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor) -> Decisio
     if decision.segments and settings.when == "if_faster":
         (level,) = call.patch.outline.levels
         change = _Change(level, blocks / level.blocks, layout.tokens, decision.segments)
-        (decision.left_alone,) = _judge(call, x, x.shape[0] if x.ndim > 2 else 1, [change])
+        judge = partial(_judge, call, x, x.shape[0] if x.ndim > 2 else 1, [change])
+        (decision.left_alone,) = _once(call, x, (blocks, layout.parts), judge)
     return decision
 
 
@@ -181,21 +186,25 @@ class _Change:
     score_heads: int = 0
 
 
-def _judge_unet_once(call: Call, x: Tensor, score_heads: int) -> None:
-    """Has the model judged, or remembers what was said about the same question."""
+def _once(call: Call, x: Tensor, question: Any, judge: Callable[[], _Answer]) -> _Answer:
+    """What is judged, or what was said about the same question.
+
+    Args:
+        question: what it is about, besides what is known of every call.
+    """
     patch, settings = call.patch, call.settings
     own = settings is patch.settings or settings is patch.by_selector.get(settings.selector)
     if torch.compiler.is_compiling() or not own:
-        call.left_alone = _judge_unet(call, x, score_heads)
-        return
+        return judge()
     launcher = find_launcher(x.device)
-    asked = (call.size, x.shape[0], x.dtype, x.device, launcher)
-    key = (*asked, settings.selector, call.ratio, call.fullness, score_heads)
+    asked = (call.size, x.shape, x.dtype, x.device, launcher)
+    key = (*asked, settings.selector, call.ratio, call.fullness, question)
     if key not in patch.judged:
         if len(patch.judged) >= 64:
             patch.judged.clear()
-        patch.judged[key] = _judge_unet(call, x, score_heads), call.verdict
-    call.left_alone, call.verdict = patch.judged[key]
+        patch.judged[key] = judge(), call.verdict
+    answer, call.verdict = patch.judged[key]
+    return answer
 
 
 def _judge_unet(call: Call, x: Tensor, score_heads: int) -> dict[int, LeftAlone]:

@@ -19,7 +19,7 @@ from tomesd.generation.memory import MemoryProbe
 from tomesd.kernels import Cells
 from tomesd.selectors import bipartite
 
-__all__ = ["rows"]
+__all__ = ["measure", "rows"]
 
 SIDES = (32, 48, 64, 96, 128, 192, 256)
 BATCH, CHANNELS, RATIO = 2, 320, 0.5
@@ -28,8 +28,8 @@ BATCH, CHANNELS, RATIO = 2, 320, 0.5
 class Matching:
     """Makes a plan again and again; destinations are the top left tokens of 2x2 cells."""
 
-    def __init__(self, make: Callable[[Tensor, int], Any], x: Tensor, side: int):
-        self.run = partial(make, x, side)
+    def __init__(self, make: Callable[[Tensor, Any], Any], x: Tensor, size: Any):
+        self.run = partial(make, x, size)
 
     def advance(self) -> None:
         """Nothing changes between two plans."""
@@ -86,12 +86,12 @@ def rows(folder: str | None, device: torch.device, sides: tuple[int, ...] = SIDE
             }
 
 
-def measure(side: int, x: Tensor, found: dict[str, Callable[..., Any]]) -> dict[str, Row]:
-    """By label, what a row says of the result."""
+def measure(size: Any, x: Tensor, found: dict[str, Callable[..., Any]]) -> dict[str, Row]:
+    """By label, what a row says of the result; `size`: of the grid, as the functions take it."""
     results: dict[str, Row] = {}
     timers: dict[str, Callable[[int], float]] = {}
     for label, make in found.items():
-        outcome = attempt(partial(prepare, Matching(make, x, side), x.device), x.device)
+        outcome = attempt(partial(prepare, Matching(make, x, size), x.device), x.device)
         if isinstance(outcome, str):
             results[label] = {"seconds": None, "error": outcome}
         else:

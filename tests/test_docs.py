@@ -26,6 +26,27 @@ def results(tmp_path: Path) -> Any:
     return make
 
 
+def test_transformers_are_shown_with_the_share_of_the_bound_that_is_recovered(
+    results: Any,
+) -> None:
+    def row(variant: str, label: str, ratio: float | None, ms: float, mib: float) -> dict[str, Any]:
+        settings = None if ratio is None else {"ratio": ratio}
+        return {
+            **{"run": "a", "date": "2026-01-01", "section": "transformers", "setting": "Flux"},
+            **{"mode": "eager", "variant": variant, "label": label, "settings": settings},
+            **{"seconds": ms / 1000, "spread": 0.0, "peak_mib": mib, "error": None},
+        }
+
+    rows = [row("unpatched", "unpatched", None, 100, 400), row("tomesd", "ratio 0.5", 0.5, 62, 440)]
+    assert results("dit", rows, "transformers")[0][1:] == ["100.0 ± 0.0", "62.0 ± 0.0 (1.61x)", "-"]
+    rows.append(row("free", "bound 0.5", 0.5, 60, 390))
+    assert results("dit", rows, "transformers")[0][1:5] == [
+        *("100.0 ± 0.0", "62.0 ± 0.0 (1.61x)", "60.0", "95 %"),
+    ]
+    assert results("dit", rows, "transformers")[0][-1] == "440 MiB (1.10x)"
+    assert len(results("dit", rows, "transformers")[0]) == 9
+
+
 # The documents
 
 

@@ -99,7 +99,7 @@ def test_patched_undoes_itself_after_success_and_after_failure(name: str) -> Non
 
 def test_sdxl_merges_at_the_defaults() -> None:
     """SDXL has no attention at full resolution: the first level that has it is merged."""
-    pipe = tomesd.apply_patch(fresh("sdxl"))
+    pipe = tomesd.apply_patch(fresh("sdxl"), ratio=0.5)
     with tokens_into(pipe.unet) as seen:
         run_pipeline(pipe, size=128)  # latents 16 x 16, tokens 8 x 8 and 4 x 4
     levels = {name: shape[1] for name, shape in seen.items()}

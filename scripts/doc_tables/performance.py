@@ -12,16 +12,45 @@ STEPS = 50
 """Of an image in the paper."""
 
 
+RATIOS = {"0.5": "half of the tokens", "0.75": "a quarter left"}
+MODES = {
+    "eager": "",
+    "graph": ", CUDA graph",
+    "compile-blocks": ", blocks compiled",
+    "compile-blocks-graph": ", blocks compiled, CUDA graph",
+}
+
+
 def transformers(results: Results) -> Table:
-    """One call of diffusion transformers."""
+    """One call of diffusion transformers; with their bounds, where these were measured."""
+    order = [*MODES]
     found = results.settings("transformers")
-    labels = ("unpatched", "ratio 0.5", "ratio 0.75")
-    lines = [
-        [one.first["setting"], *(gained(one, one.find(label), spread=True) for label in labels)]
-        for one in found
-    ]
-    header = ["one call of the model, ms", "unpatched", "half of the tokens", "a quarter left"]
-    return Table(header, lines, rows_of(found))
+    found.sort(key=lambda one: order.index(one.first["mode"]))
+    bounded = any(one.find("free") for one in found)
+    header = ["one call of the model, ms", "unpatched"]
+    for name in RATIOS.values():
+        header += [name, "bound", "recovered"] if bounded else [name]
+    lines = []
+    for one in found:
+        line = [one.first["setting"] + MODES[one.first["mode"]]]
+        line.append(gained(one, one.find("unpatched"), spread=True))
+        for ratio in RATIOS:
+            row = one.find(f"ratio {ratio}")
+            line.append(gained(one, row, spread=True))
+            if bounded:
+                line.append(ms(one.find(f"bound {ratio}")))
+                line.append("-" if row is None else percent(one.recovered(row)))
+        lines.append([*line, more_memory(one)] if bounded else line)
+    return Table([*header, "memory with half"] if bounded else header, lines, rows_of(found))
+
+
+def more_memory(found: Comparison) -> str:
+    """What a call needs besides the weights, unpatched and with half of the tokens."""
+    rows = [found.find(label) for label in ("unpatched", "ratio 0.5")]
+    if any(row is None or row.get("peak_mib") is None for row in rows):
+        return "-"
+    before, after = (row["peak_mib"] for row in rows if row is not None)
+    return f"{after:,.0f} MiB ({times(after / before)})"
 
 
 def hires(results: Results) -> Table:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
 
-__all__ = ["MergePlan", "join"]
+__all__ = ["MergePlan", "Rows", "join"]
 
 
 @dataclass
@@ -85,37 +86,21 @@ class MergePlan:
         """Mean of each slot's tokens: `[B, N, C]` to `[B, M, C]`."""
         return kernels.slot_mean(x, self.lists, self.triton)
 
+    def rows(self, start: int | Tensor | None = None, length: int = 0) -> "Rows":
+        """The rows that are left of what lies along the tokens, or, if they begin at `start` in a
+        longer sequence, along that; see `placed`."""
+        if isinstance(start, Tensor):
+            return self.placed(start, length).rows()
+        (batch, n), index = self.slot.shape, (self.item(0) if self.shared else self).kept
+        if start is None:
+            return Rows(index, n, batch)
+        token = torch.arange(length, device=index.device).expand(index.shape[0], -1)
+        index = torch.cat([token[:, :start], index + start, token[:, start + n :]], dim=1)
+        return Rows(index, length, batch)
+
     def pick(self, rows: Tensor, dim: int = 1, *, batched: bool = True) -> Tensor:
-        """The representatives' rows of something that lies along the tokens, such as positions.
-
-        Args:
-            rows: its axis `dim` has size N, and axis 0 is the batch (size B, or 1 if all items
-                have the same rows) unless `dim` is 0 or `batched` is False.
-
-        Returns:
-            `rows` with M in place of N. Where the items of the batch have the same rows but plans
-            of their own, axis 0 has size B.
-
-        Raises:
-            ValueError: `rows` has another number of tokens or items, or no batch axis where the
-                items have plans of their own.
-        """
-        (batch, n), dim = self.slot.shape, dim % rows.ndim
-        batched = batched and dim > 0
-        if rows.shape[dim] != n or (batched and rows.shape[0] not in (1, batch)):
-            raise ValueError(
-                f"rows of shape {tuple(rows.shape)} do not lie along {batch} x {n} tokens"
-            )
-        if self.shared or batch == 1:
-            return rows.index_select(dim, self.item(0).kept[0])
-        if not batched:
-            raise ValueError(
-                f"rows of shape {tuple(rows.shape)} have no batch axis, and the {batch} items of "
-                "the batch have plans of their own; pick for each `item`"
-            )
-        shape = [1] * rows.ndim
-        shape[0], shape[dim] = batch, -1
-        return rows.take_along_dim(self.kept.view(shape), dim)
+        """The representatives' rows of something that lies along the tokens; see `Rows.pick`."""
+        return self.rows().pick(rows, dim, batched=batched)
 
     def placed(self, start: int | Tensor, length: int) -> "MergePlan":
         """The plan of a longer sequence that holds these tokens; it leaves the others alone.
@@ -124,13 +109,9 @@ class MergePlan:
             start: where they begin in it, for all items of the batch or for each, `[B]`.
             length: tokens of the sequence.
         """
-        (batch, n), slots = self.slot.shape, self.span.shape[1]
+        (_, n), slots = self.slot.shape, self.span.shape[1]
         if not isinstance(start, Tensor):
-            before, after = (
-                MergePlan.identity(batch, tokens, self.slot.device)
-                for tokens in (start, length - start - n)
-            )
-            return join([before, self, after])
+            return self._placed(start, length)
         token = torch.arange(length, device=self.slot.device) - start[:, None]
         inside = (token >= 0) & (token < n)
         own = token.clamp(0, n - 1)
@@ -145,6 +126,20 @@ class MergePlan:
         first = torch.where(inside, first, alone) + start[:, None]
         span = torch.stack([first, torch.where(inside, size, 1)], dim=2)
         return MergePlan(slot, order.int(), span.int(), self.triton)
+
+    def _placed(self, start: int, length: int) -> "MergePlan":
+        """`placed` with one start for all, in as few kernels as there can be."""
+        (batch, n), slots = self.slot.shape, self.span.shape[1]
+        end = start + n
+        token = torch.arange(length, device=self.slot.device).expand(batch, -1)
+        number = token.int()
+        parts = [token[:, :start], self.slot + start, token[:, start + slots : length - n + slots]]
+        order = torch.cat([number[:, :start], self.order + start, number[:, end:]], dim=1)
+        first, size = self.span.unbind(2)
+        first = torch.cat([number[:, :start], first + start, number[:, end:]], dim=1)
+        size = F.pad(size, (start, length - end), value=1)
+        span = torch.stack([first, size], dim=2)
+        return MergePlan(torch.cat(parts, dim=1), order, span, self.triton, self.shared)
 
     @property
     def unmerge(self) -> Callable[[Tensor], Tensor]:
@@ -166,6 +161,49 @@ class MergePlan:
             merged: slots before it, `[B, M, C]`.
         """
         return kernels.slot_restore(x, y, merged, self.slot, self.triton)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of representatives: what is left of something that lies along tokens."""
+
+    index: Tensor
+    """`[1 or B, M]`, int64; one for all if the items of the batch share their plan."""
+    tokens: int
+    batch: int
+
+    def pick(self, rows: Tensor, dim: int = 1, *, batched: bool = True) -> Tensor:
+        """What is left of something that lies along the tokens, such as positions.
+
+        Args:
+            rows: its axis `dim` has size N, and axis 0 is the batch (size B, or 1 if all items
+                have the same rows) unless `dim` is 0 or `batched` is False.
+
+        Returns:
+            `rows` with M in place of N. Where the items of the batch have the same rows but plans
+            of their own, axis 0 has size B.
+
+        Raises:
+            ValueError: `rows` has another number of tokens or items, or no batch axis where the
+                items have plans of their own.
+        """
+        dim = dim % rows.ndim
+        batched = batched and dim > 0
+        if rows.shape[dim] != self.tokens or (batched and rows.shape[0] not in (1, self.batch)):
+            raise ValueError(
+                f"rows of shape {tuple(rows.shape)} do not lie along {self.batch} x {self.tokens} "
+                "tokens"
+            )
+        if self.index.shape[0] == 1:
+            return rows.index_select(dim, self.index[0])
+        if not batched:
+            raise ValueError(
+                f"rows of shape {tuple(rows.shape)} have no batch axis, and the {self.batch} items "
+                "of the batch have plans of their own; pick for each `item`"
+            )
+        shape = [1] * rows.ndim
+        shape[0], shape[dim] = self.batch, -1
+        return rows.take_along_dim(self.index.view(shape), dim)
 
 
 def join(plans: Sequence[MergePlan]) -> MergePlan:

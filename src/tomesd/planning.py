@@ -242,7 +242,7 @@ def expect_clean(call: Call, tokens: Tensor) -> None:
     assert now is not None
     now = now.reshape(-1).float()
     times = [
-        tensor(f"{name}_{names}_time", tuple(now.shape), now.dtype, tokens.device, fill=math.inf)
+        tensor(f"{name}_{names}_time", tuple(now.shape), now.dtype, tokens.device, fill=-math.inf)
         for name in ("latent", "earlier")
     ]
     last, earlier = (
@@ -253,10 +253,12 @@ def expect_clean(call: Call, tokens: Tensor) -> None:
     times[1].copy_(torch.where(moved, times[0], times[1]))
     last.copy_(tokens)
     times[0].copy_(now)
-    # Times that stand still or rise begin another image, of which there is one latent only.
-    falls = times[1].isfinite() & (now < times[1])
-    share = torch.where(falls, now / (times[1] - now), 0.0).to(tokens.dtype)
-    share = share.repeat_interleave(shape[0] // share.numel()).view(-1, 1, 1)
+    # Times that stand still or rise begin another image, of which there is one latent only. No
+    # time is below minus infinity, where they begin.
+    share = torch.where(now < times[1], now / (times[1] - now), 0.0).to(tokens.dtype)
+    if share.numel() > 1:
+        share = share.repeat_interleave(shape[0] // share.numel())
+    share = share.view(-1, 1, 1)
     call.clean = tokens + share * torch.where(share > 0, tokens - earlier, 0.0)
 
 

@@ -1,5 +1,9 @@
 """How many tokens to remove on a grid, and whether that pays. Nothing here has a state."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -12,6 +16,8 @@ from .state import Call, Decision, Grid, LeftAlone, Segment, tokens_removed
 from .volume import Volume
 
 __all__ = ["decide", "decide_layout", "explain_nothing"]
+
+_Answer = TypeVar("_Answer")
 
 Segments = dict[tuple[str, ...], tuple[Segment, ...]]
 """See `Decision`."""
@@ -31,8 +37,8 @@ def decide(call: Call, grid: Grid, blocks: int, x: Tensor, score_heads: int = 0)
     decision = _note(call, Decision(grid, blocks, grid[1] * grid[2], segments))
     if decision.segments and call.settings.when == "if_faster":
         if call.left_alone is None:
-            _judge_unet_once(call, x, score_heads)
-        assert call.left_alone is not None
+            ask = partial(_judge_unet, call, x, score_heads)
+            call.left_alone = _once(call, x, score_heads, ask)
         # The outline of the model may lack a level.
         decision.left_alone = call.left_alone.get(decision.level, "not faster")
     return decision
@@ -60,7 +66,8 @@ def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor) -> Decisio
     if decision.segments and settings.when == "if_faster":
         (level,) = call.patch.outline.levels
         change = Change(level, blocks / level.blocks, layout.tokens, decision.segments)
-        (decision.left_alone,) = judge(call, x, x.shape[0] if x.ndim > 2 else 1, [change])
+        ask = partial(judge, call, x, x.shape[0] if x.ndim > 2 else 1, [change])
+        (decision.left_alone,) = _once(call, x, (blocks, layout.parts), ask)
     return decision
 
 
@@ -104,21 +111,25 @@ def _segment(settings: Settings, grid: Grid, ratio: float) -> Segment:
     return Segment(volume.tokens, volume, removes)
 
 
-def _judge_unet_once(call: Call, x: Tensor, score_heads: int) -> None:
-    """Has the model judged, or remembers what was said about the same question."""
+def _once(call: Call, x: Tensor, question: Any, ask: Callable[[], _Answer]) -> _Answer:
+    """What the rule says, or what it said about the same question.
+
+    Args:
+        question: what it is about, besides what is known of every call.
+    """
     patch, settings = call.patch, call.settings
     own = settings is patch.settings or settings is patch.by_selector.get(settings.selector)
     if torch.compiler.is_compiling() or not own:
-        call.left_alone = _judge_unet(call, x, score_heads)
-        return
+        return ask()
     launcher = find_launcher(x.device)
-    asked = (call.size, x.shape[0], x.dtype, x.device, launcher)
-    key = (*asked, settings.selector, call.ratio, call.fullness, score_heads)
+    asked = (call.size, x.shape, x.dtype, x.device, launcher)
+    key = (*asked, settings.selector, call.ratio, call.fullness, question)
     if key not in patch.judged:
         if len(patch.judged) >= 64:
             patch.judged.clear()
-        patch.judged[key] = _judge_unet(call, x, score_heads), call.verdict
-    call.left_alone, call.verdict = patch.judged[key]
+        patch.judged[key] = ask(), call.verdict
+    answer, call.verdict = patch.judged[key]
+    return answer
 
 
 def _judge_unet(call: Call, x: Tensor, score_heads: int) -> dict[int, LeftAlone]:

@@ -32,6 +32,7 @@ from .volume import Volume
 
 __all__ = [
     "Call",
+    "Cut",
     "Decision",
     "Grid",
     "LeftAlone",
@@ -152,7 +153,8 @@ def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obs
                 "schedule, start, end, tau, reuse: what is merged depends on the timestep, which a "
                 "CUDA graph cannot read; capture a graph for each ratio"
             )
-        timestep = patch.timeline.noisiest(timestep).float().mean().item()
+        times = patch.timeline.noisiest(timestep).flatten().tolist()  # waits for the device
+        timestep = sum(times) / len(times)
     time, settings, timeline = float(timestep), patch.settings, patch.timeline
     progress = timeline.progress(time, size[1])
     if settings.is_coarse(progress):
@@ -232,6 +234,19 @@ def tokens_removed(segments: tuple[Segment, ...]) -> int:
 
 
 @dataclass(eq=False)
+class Cut:
+    """Arguments of blocks that lie along the tokens, cut by a plan."""
+
+    plan: MergePlan
+    given: list[tuple[Any, Any]]
+    """What is known of each argument, and its value before."""
+    starts: list[int | Tensor | None]
+    """Where the image's rows begin in each."""
+    along: list[dict[str, Any]]
+    """See `OpenRegion`."""
+
+
+@dataclass(eq=False)
 class Call:
     """One call of the model."""
 
@@ -258,6 +273,8 @@ class Call:
     decisions: list[Decision] = field(default_factory=list)
     plans: list[tuple[Any, MergePlan]] = field(default_factory=list)
     """Plans made so far, with what they are for."""
+    cuts: list[Cut] = field(default_factory=list)
+    """Arguments cut so far."""
     masks: list[tuple[Any, Tensor]] = field(default_factory=list)
     """Tokens to protect, by grid."""
     clean: Tensor | None = None
@@ -271,6 +288,11 @@ class Call:
         """What groups tokens in this call."""
         named = self.settings.selector
         return self.patch.selector if named == self.patch.settings.selector else SELECTORS[named]
+
+    @property
+    def cuts_in_common(self) -> list[Cut] | None:
+        """`cuts`, where a block may depend on what was cut for another."""
+        return None if self.apart or torch.compiler.is_compiling() else self.cuts
 
     @property
     def reuses(self) -> bool:

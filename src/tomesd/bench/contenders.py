@@ -108,6 +108,10 @@ class FreePlan:
         """The plan of a longer sequence, in which the tokens begin at `start`."""
         return FreePlan(self.tokens, self.kept, self._buffers, start)
 
+    def rows(self, start: int | None = None, length: int = 0) -> "FreePlan":
+        """What `pick` is asked of; see `MergePlan.rows`."""
+        return self if start is None else self.placed(start, length)
+
     def pick(self, rows: Tensor, dim: int = 1, *, batched: bool = True) -> Tensor:
         """The rows of the tokens that are kept, and of all others in the sequence."""
         first, end = self._start + self.kept, self._start + self.tokens

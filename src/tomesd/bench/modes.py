@@ -21,12 +21,16 @@ _COMPILE: dict[str, dict[str, Any]] = {
 }
 
 
-def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
-    """Has `model` compiled in one of the compile modes when it is first called."""
-    # All contenders compile the same code, once each; beyond its limit torch would stop compiling.
+def raise_compile_limits() -> None:
+    """Lets all contenders compile the same code, once each: torch would stop at its limits."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 128)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 512)
+
+
+def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
+    """Has `model` compiled in one of the compile modes when it is first called."""
+    raise_compile_limits()
     model.compile(**_COMPILE[mode], fullgraph=fullgraph, dynamic=False)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import uuid
 from datetime import datetime, timezone
 from importlib import metadata
@@ -54,8 +55,8 @@ def _hardware(device: torch.device) -> str:
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    except metadata.PackageNotFoundError:  # a folder on the path, not installed
+        return getattr(sys.modules.get(package), "__version__", None)
 
 
 def _commit() -> str | None:

@@ -119,8 +119,11 @@ class Member(_AnyBlock):
     """Whether steps may leave the run out."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        x = self.tokens.take(args, kwargs)
-        scope = self.scope_at(module, patch, x)
+        now = current_scope(patch)
+        if now is not None and now.region is not None and not self.last and not self._reuses(now):
+            # In the middle of a run, which most blocks are: the host has little time for them.
+            return self.tokens.call(inner, now.region.along, args, kwargs)
+        scope = self.scope_at(module, patch, self.tokens.take(args, kwargs))
         region = scope.region
         if region is None:
             region = self._open(scope, module, args, kwargs)
@@ -173,14 +176,15 @@ class Member(_AnyBlock):
         """A region on merged tokens."""
         assert scope.decision is not None
         decision, x = scope.decision, self.tokens.take(args, kwargs)
+        cuts = scope.call.cuts_in_common
         (segments,) = decision.segments.values()
         if not self.tokens.joint:
             plan = find_plan(scope, module, x, segments)
-            along = self.tokens.cut_along(plan, decision, args, kwargs)
+            along = self.tokens.cut_along(plan, decision, args, kwargs, cuts)
             return OpenRegion(plan, x, plan.merge(x), along, scope.place)
         start = self.tokens.start(x.shape[1], decision, args, kwargs)
         plan = find_plan(scope, module, _part(x, start, decision.tokens), segments)
-        along = self.tokens.cut_along(plan, decision, args, kwargs)
+        along = self.tokens.cut_along(plan, decision, args, kwargs, cuts)
         plan = plan.placed(start, x.shape[1])
         return OpenRegion(plan, x, plan.merge(x), along, scope.place)
 

@@ -55,7 +55,8 @@ class Layer(Role):
             scope = _with_proportion(scope, module, plan)
         merged = x if is_merged else plan.merge(x)
         assert scope.decision is not None
-        along = self.tokens.cut_along(plan, scope.decision, args, kwargs)
+        cuts = scope.call.cuts_in_common
+        along = self.tokens.cut_along(plan, scope.decision, args, kwargs, cuts)
         if keys_only:
             args, kwargs = self.tokens.replaced({self.context: merged}, args, kwargs)
             return run_inside(scope, self.tokens.call, inner, along, args, kwargs)

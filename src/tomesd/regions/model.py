@@ -161,7 +161,10 @@ class TransformerRoot(_Root):
     def _caches_attention(self, module: nn.Module) -> bool:
         """Whether what a layer in a block gave may be used at another step."""
         blocks = [block for name in self.lists for block in getattr(module, name)]
-        return any(_is_cached(layer) for block in blocks for layer in block.children())
+        # There are hundreds, so that `children`, or a function to ask, would take long.
+        layers = [layer for block in blocks for layer in block._modules.values()]
+        hooked = [x for x in layers if x is not None and "_diffusers_hook" in x.__dict__]
+        return any(_is_cached(layer) for layer in hooked)
 
 
 def fullness(batch: int, kwargs: dict) -> float:

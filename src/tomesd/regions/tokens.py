@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..plan import MergePlan
-from ..state import Decision
+from ..plan import MergePlan, Rows
+from ..state import Cut, Decision
 
 __all__ = ["Along", "Tokens", "take_item"]
 
@@ -54,34 +54,56 @@ class Along:
             value = value[0 if self.parts is None else self.parts[0]]
         return value.shape[0 if self.tokens_first else self.axes[0]]
 
-    def cut(self, value: Any, plan: MergePlan) -> Any:
+    def cut(self, value: Any, left: "_RowsLeft", place: "_Place | None") -> Any:
         """The rows that are left, of a tensor or of tensors in tuples, lists and dictionaries; of
         a number of tokens, how many are left."""
         if isinstance(value, Tensor):
-            return self._cut(value, plan)
+            return self._cut(value, left, place)
         if isinstance(value, int):
-            return plan.span.shape[1]
+            return left.plan.span.shape[1]
         inner = replace(self, parts=None)
         if isinstance(value, dict):
-            return value | {k: inner.cut(value[k], plan) for k in self.parts or () if k in value}
+            names = [name for name in self.parts or () if name in value]
+            return value | {name: inner.cut(value[name], left, place) for name in names}
         if isinstance(value, tuple | list):
             parts = range(len(value)) if self.parts is None else self.parts
-            cut = [inner.cut(v, plan) if i in parts else v for i, v in enumerate(value)]
+            cut = [inner.cut(v, left, place) if i in parts else v for i, v in enumerate(value)]
             return tuple(cut) if isinstance(value, tuple) else cut
         return value
 
-    def _cut(self, rows: Tensor, plan: MergePlan) -> Tensor:
+    def _cut(self, rows: Tensor, left: "_RowsLeft", place: "_Place | None") -> Tensor:
         if self.ndim is not None and rows.ndim != self.ndim:
             return rows
         if self.tokens_first:
-            return (
-                replace(self, tokens_first=False)._cut(rows.transpose(0, 1), plan).transpose(0, 1)
-            )
+            inner = replace(self, tokens_first=False)
+            return inner._cut(rows.transpose(0, 1), left, place).transpose(0, 1)
         if self.mean:
-            return plan.merge(rows)
+            return left.plan.merge(rows)
         for axis in self.axes:
             if rows.shape[axis] > 1:  # one row for all tokens is none for each
-                rows = plan.pick(rows, axis, batched=self.batched)
+                rows = left.rows(place).pick(rows, axis, batched=self.batched)
+        return rows
+
+
+_Place = tuple[int | Tensor, int]
+"""Where the image's tokens begin in a sequence, and how long that is."""
+
+
+class _RowsLeft:
+    """The rows that a plan leaves, found once for each length of sequence, if they are needed."""
+
+    def __init__(self, plan: MergePlan):
+        self.plan = plan
+        self._found: list[tuple[int, Rows]] = []
+
+    def rows(self, place: _Place | None) -> Rows:
+        """Of the image's tokens alone, or of a sequence that holds them."""
+        start, length = (None, 0) if place is None else place
+        for known, rows in self._found:
+            if known == length:
+                return rows
+        rows = self.plan.rows(start, length)
+        self._found.append((length, rows))
         return rows
 
 
@@ -129,6 +151,10 @@ class Tokens:
 
     def replaced(self, changes: dict[str, Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with other values for some of them."""
+        if not changes:
+            return args, kwargs
+        if not args:
+            return args, {**kwargs, **changes}
         known = min(len(self.names), len(args))  # PyTorch 2.8 compiles no zip of unequal lengths
         values = list(args)
         for place in range(known):
@@ -187,26 +213,31 @@ class Tokens:
         return 0 if after or self.text == "after" else length - decision.tokens
 
     def cut_along(
-        self, plan: MergePlan, decision: Decision, args: tuple, kwargs: dict
+        self,
+        plan: MergePlan,
+        decision: Decision,
+        args: tuple,
+        kwargs: dict,
+        cuts: list[Cut] | None = None,
     ) -> list[dict[str, Any]]:
         """What lies along the tokens, cut; for each item if they cannot be cut together.
 
         Args:
             plan: of the image's tokens.
+            cuts: made so far in the call, in which the same one is found; a new one is added.
         """
         given = [(along, self.get(along.name, args, kwargs)) for along in self.along]
         given = [(along, value) for along, value in given if along.is_in(value)]
         if not given:
             return [{}]
         starts = [self._start_in(a, v, decision, args, kwargs) for a, v in given]
-        batch = plan.slot.shape[0]
-        if batch == 1 or plan.shared or all(along.batched for along, _ in given):
-            return [_cut(plan, given, starts)]
-        cuts = []
-        for item in range(batch):
-            own = [(a, a.of_item(v, item, batch)) for a, v in given]
-            cuts.append(_cut(plan.item(item), own, starts))
-        return cuts
+        if cuts is None or any(isinstance(start, Tensor) for start in starts):
+            return _cut_all(plan, given, starts)
+        for cut in cuts:
+            if cut.plan is plan and cut.starts == starts and _same(cut.given, given):
+                return cut.along
+        cuts.append(Cut(plan, given, starts, _cut_all(plan, given, starts)))
+        return cuts[-1].along
 
     def _start_in(
         self, along: Along, value: Any, decision: Decision, args: tuple, kwargs: dict
@@ -233,14 +264,35 @@ class Tokens:
         return _join_items(outputs)
 
 
+def _same(one: list[tuple[Along, Any]], other: list[tuple[Along, Any]]) -> bool:
+    """Whether these are the same arguments, not only equal ones."""
+    return len(one) == len(other) and all(
+        a == b and value is given for (a, value), (b, given) in zip(one, other, strict=True)
+    )
+
+
+def _cut_all(
+    plan: MergePlan, given: list[tuple[Along, Any]], starts: list[int | Tensor | None]
+) -> list[dict[str, Any]]:
+    batch = plan.slot.shape[0]
+    if batch == 1 or plan.shared or all(along.batched for along, _ in given):
+        return [_cut(plan, given, starts)]
+    cuts = []
+    for item in range(batch):
+        own = [(a, a.of_item(v, item, batch)) for a, v in given]
+        cuts.append(_cut(plan.item(item), own, starts))
+    return cuts
+
+
 def _cut(
     plan: MergePlan, given: list[tuple[Along, Any]], starts: list[int | Tensor | None]
 ) -> dict[str, Any]:
     """Arguments by name, cut. Some have rows on more than one axis, or in one of two shapes."""
     cut: dict[str, Any] = {}
+    left = _RowsLeft(plan)
     for (along, value), start in zip(given, starts, strict=True):
-        whole = plan if start is None else plan.placed(start, along.length(value))
-        cut[along.name] = along.cut(cut.get(along.name, value), whole)
+        place = None if start is None else (start, along.length(value))
+        cut[along.name] = along.cut(cut.get(along.name, value), left, place)
     return cut
 
 

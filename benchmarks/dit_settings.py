@@ -1,0 +1,125 @@
+"""What dit.py measures: transformers as published, at sizes that people use."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tomesd.bench.modes import EAGER, GRAPH
+from tomesd.hosts.inputs import example_inputs
+
+__all__ = ["BLOCKS", "BLOCKS_GRAPH", "RATIOS", "SETTINGS", "Setting"]
+
+BLOCKS, BLOCKS_GRAPH = "compile-blocks", "compile-blocks-graph"
+"""Each block compiled by `compile_repeated_blocks`; and then captured into a CUDA graph."""
+RATIOS = (0.5, 0.75)
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: str
+    kind: str
+    """Name of the class in diffusers."""
+    height: int
+    width: int
+    config: dict[str, Any] = field(default_factory=dict)
+    images: int = 1
+    guidance: bool = False
+    """Whether the call has both halves of guidance in it."""
+    frames: int = 1
+    scale: tuple[int, int] = (8, 4)
+    """Pixels and frames that become one of the latent."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `apply_patch`, besides the ratio."""
+    note: str = ""
+    """What is different from the setting with the same name."""
+    modes: tuple[str, ...] = (EAGER,)
+    once: bool = False
+    """Whether a call takes so long that one of each has to do."""
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.model} {self.width}x{self.height}"]
+        parts += [f"{self.frames} frames"] if self.frames > 1 else []
+        parts += [f"{self.images} images"] if self.images > 1 else []
+        parts += ["guidance"] if self.guidance else []
+        parts += [self.note] if self.note else []
+        return ", ".join(parts)
+
+    @property
+    def batch(self) -> int:
+        return self.images * (2 if self.guidance else 1)
+
+    def inputs(self, model: Any) -> dict[str, Any]:
+        """Noise, and positions and masks as they have to be."""
+        pixels, frames = self.scale
+        size = (self.height // pixels, self.width // pixels)
+        inputs = example_inputs(model, size, self.batch, (self.frames - 1) // frames + 1) or {}
+        return {name: _noise(value) for name, value in inputs.items()} | {"return_dict": False}
+
+
+def _noise(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_noise(part) for part in value]
+    is_data = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+    return torch.randn_like(value) if is_data else value
+
+
+def _flux(side: int, **more: Any) -> Setting:
+    config = {"guidance_embeds": True}
+    return Setting("Flux.1-dev", "FluxTransformer2DModel", side, side, config, **more)
+
+
+def _wan(height: int, width: int, **more: Any) -> Setting:
+    return Setting("Wan 14B", "WanTransformer3DModel", height, width, frames=81, **more)
+
+
+def _pixart(target: str, note: str = "") -> Setting:
+    config = {"caption_channels": 4096, "sample_size": 256, "interpolation_scale": 4}
+    options = {"target": target}
+    return Setting(
+        *("PixArt-Sigma", "PixArtTransformer2DModel", 2048, 2048, config),
+        **{"guidance": True, "options": options, "note": note},
+    )
+
+
+def _ltx(**more: Any) -> Setting:
+    kind = "LTXVideoTransformer3DModel"
+    return Setting("LTX-Video", kind, 512, 768, frames=161, scale=(32, 8), **more)
+
+
+_SD35: dict[str, Any] = {
+    **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
+    **{"in_channels": 16, "out_channels": 16, "pos_embed_max_size": 192, "qk_norm": "rms_norm"},
+}
+
+_ATTENTION = "self-attention only"
+
+SETTINGS: dict[str, tuple[Setting, ...]] = {
+    "transformers": (
+        _flux(1024, modes=(EAGER, GRAPH, BLOCKS, BLOCKS_GRAPH)),
+        _flux(2048),
+        _wan(480, 832),
+        Setting("SD3.5-large", "SD3Transformer2DModel", 1024, 1024, _SD35, guidance=True),
+        Setting("Qwen-Image", "QwenImageTransformer2DModel", 1328, 1328),
+        _ltx(modes=(EAGER, BLOCKS)),
+        Setting("Z-Image", "ZImageTransformer2DModel", 1024, 1024),
+        _pixart("stack"),
+        _flux(1024, images=4),
+        _wan(720, 1280, once=True),
+        _flux(4096, once=True),
+        Setting(
+            *("HunyuanVideo", "HunyuanVideoTransformer3DModel", 720, 1280),
+            **{"frames": 129, "once": True},
+        ),
+    ),
+    "attention": (
+        _wan(480, 832, options={"target": "attn"}, note=_ATTENTION),
+        _ltx(options={"target": "attn"}, note=_ATTENTION),
+        _pixart("attn", _ATTENTION),
+        _pixart("kv", "keys and values only"),
+    ),
+    # The host waits for the timestep in each call, if what is merged depends on it.
+    "time": (_flux(1024, options={"end": 0.999}, note="timestep read"),),
+}

@@ -1,0 +1,113 @@
+"""The benchmark of diffusion transformers runs, on tiny models, and its bound is one."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dit
+import pytest
+import torch
+from bound import apply_bound
+from dit_settings import Setting
+from zoo_diffusers import PIXART_CONFIG
+from zoo_dit import DITS, FLUX_POOLED, HUNYUAN_VIDEO, LTX, QWEN, SD3, WAN, ZIMAGE
+
+import tomesd
+from tomesd.bench.models import shared_copy
+from tomesd.bench.rows import Row, read_rows
+
+TINY: dict[str, dict[str, Any]] = {
+    "FluxTransformer2DModel": {**FLUX_POOLED, "guidance_embeds": True},
+    "HunyuanVideoTransformer3DModel": HUNYUAN_VIDEO,
+    "LTXVideoTransformer3DModel": LTX,
+    "PixArtTransformer2DModel": PIXART_CONFIG,
+    "QwenImageTransformer2DModel": QWEN,
+    "SD3Transformer2DModel": SD3,
+    "WanTransformer3DModel": WAN,
+    "ZImageTransformer2DModel": ZIMAGE,
+}
+
+
+def tiny(setting: Setting) -> Setting:
+    """The same on a latent of 8x8, three frames of it if it has frames."""
+    side, frames = 8 * setting.scale[0], 2 * setting.scale[1] + 1 if setting.frames > 1 else 1
+    config = TINY[setting.kind]
+    return replace(setting, config=config, height=side, width=side, frames=frames)
+
+
+@pytest.fixture
+def tiny_dit(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {name: tuple(map(tiny, those)) for name, those in dit.SETTINGS.items()}
+    monkeypatch.setattr(dit, "SETTINGS", settings)
+    monkeypatch.setattr(dit, "SIDES", (16,))
+    monkeypatch.setattr(dit, "CHANNELS", (32,))
+
+
+def dit_rows(folder: Path, *arguments: str) -> list[Row]:
+    quick = ["--device", "cpu", "--seconds", "0", "--commit", "abc", "--out", str(folder)]
+    dit.main([*arguments, *quick])
+    return read_rows(folder / "dit.jsonl")
+
+
+@pytest.mark.usefixtures("tiny_dit")
+def test_every_transformer_is_timed_at_its_bound_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOMESD_COMMIT", "")
+    rows = dit_rows(tmp_path, "transformers", "attention", "time", "matching", "--mode", "eager")
+    labels = ["unpatched", "ratio 0.5", "bound 0.5", "ratio 0.75", "bound 0.75"]
+    for section in dit.SETTINGS:
+        name = section if section == "transformers" else f"transformers-{section}"
+        found = [(r["setting"], r["label"]) for r in rows if r["section"] == name]
+        wanted = [s.name for s in dit.SETTINGS[section] if "eager" in s.modes]
+        assert found == [(name, label) for name in wanted for label in labels]
+    assert all(row["error"] is None and row["seconds"] > 0 for row in rows)
+    assert {row["commit"] for row in rows} == {"abc"}
+    merged = [row for row in rows if row["label"].startswith("ratio")]
+    assert not any(row["left_alone"] for row in merged)
+    assert all(row["plans"] > 0 and row["plan_seconds"] > 0 for row in merged)
+    assert all(row["tokens_left"] < row["tokens"] for row in merged)
+    plans = [(r["tokens"], r["frames"]) for r in rows if r["section"] == "transformers-matching"]
+    assert plans == [(256, 1), (256, 16)]
+
+
+@pytest.mark.usefixtures("tiny_dit")
+def test_what_fails_is_a_row_and_what_is_late_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOMESD_COMMIT", "")
+    rows = dit_rows(tmp_path, "--only", "Flux.1-dev 64x64", "--mode", "graph")  # needs a GPU
+    assert len(rows) == 5
+    assert all(row["seconds"] is None and row["error"] for row in rows)
+    assert len(dit_rows(tmp_path, "--mode", "eager", "--budget", "0")) == 5  # none were added
+    assert "no time left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["flux", "zimage", "wan", "hunyuan_video", "ltx", "sd3"])
+@torch.no_grad()
+def test_the_bound_runs_the_same_blocks_on_the_tokens_that_are_left(name: str) -> None:
+    model = DITS[name].build()
+    inputs, lengths = DITS[name].inputs(batch=1), {}
+
+    def note(copy: Any, kind: str) -> None:
+        """Notes how many tokens each layer in the blocks gets."""
+        lengths[kind] = []
+        for path, module in copy.named_modules():
+            if (isinstance(module, torch.nn.Linear) and "blocks." in path) or "layers." in path:
+                module.register_forward_pre_hook(
+                    lambda _, args: lengths[kind].append(args[0].shape) if args else None
+                )
+
+    patched, bound = shared_copy(model), shared_copy(model)
+    tomesd.apply_patch(patched, ratio=0.5, start=0, end=1, when="always")
+    patched(**inputs)
+    apply_bound(bound, patched)
+    note(model, "unpatched")
+    note(patched, "patched")
+    note(bound, "bound")
+    whole, out = model(**inputs)[0], bound(**inputs)[0]
+    patched(**inputs)
+    assert lengths["bound"] == lengths["patched"] != lengths["unpatched"]
+    if isinstance(out, list):  # Z-Image
+        whole, out = whole[0], out[0]
+    assert out.shape == whole.shape and not torch.equal(out, whole)

@@ -56,8 +56,8 @@ class Part:
     """The same with merging, what the matching costs included."""
     verdict: Verdict | None = None
     """What `when="if_faster"` expects on this machine, in eager mode."""
-    coarse_tokens: int = 0
-    """Tokens at a step that is coarse; 0 if none can be, or if they are unknown."""
+    coarse_tokens: int | None = None
+    """Tokens at a step that is coarse; 0 if none can be, None if they are unknown."""
     coarse_flops: int = 0
     """Floating-point operations of one call at such a step; 0 if they are unknown."""
 
@@ -99,7 +99,7 @@ class Part:
 
     def _coarse(self) -> str:
         assert self.settings is not None
-        if self.flops == 0:
+        if self.coarse_tokens is None:
             return f"coarse up to progress {self.settings.coarse:g}"
         if self.coarse_tokens == 0:
             return "no step can be coarse"
@@ -218,7 +218,8 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     settings = patch.settings
     if settings.share == "steps":  # nothing made here may be kept for a real call
         settings = replace(settings, share="level")
-    flops = merged_flops = coarse_flops = coarse_tokens = 0
+    flops = merged_flops = coarse_flops = 0
+    coarse_tokens = None
     weight = next(module.parameters())
     if settings.when == "if_faster":
         machine_of(weight.device, weight.dtype)  # nothing can be measured on shapes alone
@@ -226,7 +227,7 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     try:
         flops, _ = _run(module, patch, Settings(ratio=0.0), size, inputs)
         merged_flops, call = _run(module, patch, settings, size, inputs)
-        if settings.coarse:
+        if settings.coarse and found.row is not None:
             coarse_flops, coarse = _run(module, patch, settings, size, inputs, coarse=True)
             coarse_tokens = coarse.decisions[0].tokens if coarse.coarse else 0
     except RuntimeError as error:

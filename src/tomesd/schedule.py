@@ -57,8 +57,8 @@ class Timeline:
         """Refuses settings that need to know more."""
         if settings.changes and self.noise is None:
             raise ValueError(
-                "schedule, start, end, tau: need timesteps that count down to 0, and the model's "
-                "scheduler gives others"
+                "schedule, start, end, tau, coarse: need timesteps that count down to 0, and the "
+                "model's scheduler gives others"
             )
         if settings.tau is not None and self.shares is None and not self.flow:
             raise ValueError(

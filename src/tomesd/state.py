@@ -144,8 +144,8 @@ def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obs
     if isinstance(timestep, Tensor):
         if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "schedule, start, end, tau, reuse: what is merged depends on the timestep, which a "
-                "CUDA graph cannot read; capture a graph for each ratio"
+                "schedule, start, end, tau, reuse, coarse: what is merged depends on the timestep, "
+                "which a CUDA graph cannot read; capture a graph for each ratio"
             )
         timestep = patch.timeline.noisiest(timestep).float().mean().item()
     time, settings, timeline = float(timestep), patch.settings, patch.timeline
@@ -176,8 +176,8 @@ def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obs
 # words because numbers that change would become variables. This is torch.compiler.disable.
 _read_time._torchdynamo_disable = True  # type: ignore[attr-defined]
 _read_time._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse), which no graph "
-    "can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
+    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse, coarse), which "
+    "no graph can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
     "torch.compile"
 )
 

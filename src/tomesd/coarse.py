@@ -10,7 +10,17 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["SIDE", "FlowStep", "average", "enlarge", "flow_level", "pack", "unpack"]
+__all__ = [
+    "SIDE",
+    "FlowStep",
+    "VarianceStep",
+    "average",
+    "enlarge",
+    "flow_level",
+    "pack",
+    "unpack",
+    "variance_share",
+]
 
 SIDE = 2
 """Of the squares of latent pixels that become one."""
@@ -47,6 +57,43 @@ class FlowStep:
         """The prediction `[..., H, W]`, from that for the small latent."""
         image = self.small - flow_level(self.level) * small.float()
         return (self.latent.float() - enlarge(image)) / self.level
+
+
+def variance_share(share: Tensor) -> Tensor:
+    """The noise's share of the variance after averaging, from the one before.
+
+    A latent is `a image + s noise` with `a^2 + s^2 = 1`, so its mean is `a image + s/SIDE noise`.
+    """
+    noise = share / SIDE**2
+    return noise / (1 - share + noise)
+
+
+@dataclass(frozen=True)
+class VarianceStep:
+    """A step of a model that predicts the noise, or `a noise - s image`."""
+
+    latent: Tensor
+    """`[..., H, W]`."""
+    share: Tensor
+    """Of the noise in the variance, of a shape that goes with the latent's."""
+    predicts_noise: bool
+
+    @property
+    def small(self) -> Tensor:
+        """The latent at half the height and width, with `variance_share(share)`."""
+        return average(self.latent) / (1 - self.share + self.share / SIDE**2).sqrt()
+
+    def prediction(self, small: Tensor) -> Tensor:
+        """The prediction `[..., H, W]`, from that for the small latent."""
+        share = variance_share(self.share)
+        a, s = (1 - share).sqrt(), share.sqrt()
+        if self.predicts_noise:
+            image = enlarge((self.small - s * small.float()) / a)
+        else:
+            image = enlarge(a * self.small - s * small.float())
+        a, s = (1 - self.share).sqrt(), self.share.sqrt()
+        noise = (self.latent.float() - a * image) / s
+        return noise if self.predicts_noise else a * noise - s * image
 
 
 def average(latent: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from .api import patched
 from .cost import Verdict
 from .dry_run import count_flops
@@ -53,8 +51,8 @@ class Part:
     """The same with merging, what the matching costs included."""
     verdict: Verdict | None = None
     """What `when="if_faster"` expects on this machine, in eager mode."""
-    coarse_tokens: int = 0
-    """Tokens at a step that is coarse; 0 if none can be, or if they are unknown."""
+    coarse_tokens: int | None = None
+    """Tokens at a step that is coarse; 0 if none can be, None if they are unknown."""
     coarse_flops: int = 0
     """Floating-point operations of one call at such a step; 0 if they are unknown."""
 
@@ -96,7 +94,7 @@ class Part:
 
     def _coarse(self) -> str:
         assert self.settings is not None
-        if self.flops == 0:
+        if self.coarse_tokens is None:
             return f"coarse up to progress {self.settings.coarse:g}"
         if self.coarse_tokens == 0:
             return "no step can be coarse"
@@ -234,16 +232,18 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     if flops is None or merged_flops is None:
         merging, flops, merged_flops = decided, 0, 0
     levels, counts = _levels(merging.decisions), (patch.blocks, flops, merged_flops)
-    coarse = _coarse(module, Call(patch, settings, size, coarse=True), inputs)
+    coarse = _coarse(found, Call(patch, settings, size, coarse=True), inputs)
     return Part(found.name, patch.settings, size, levels, *counts, merging.verdict, *coarse)
 
 
-def _coarse(module: nn.Module, call: Call, inputs: Any) -> tuple[int, int]:
-    """Tokens and operations of a coarse step, where the settings have any."""
-    if not call.settings.coarse:
-        return 0, 0
-    flops = count_flops(module, call, inputs) or 0
-    return (call.decisions[0].tokens if flops and call.coarse else 0), flops
+def _coarse(found: FoundModel, call: Call, inputs: Any) -> tuple[int | None, int]:
+    """Tokens and operations of a coarse step, where they can be counted."""
+    if not call.settings.coarse or found.row is None:
+        return None, 0
+    flops = count_flops(found.module, call, inputs)
+    if flops is None:
+        return None, 0
+    return call.decisions[0].tokens if call.coarse else 0, flops
 
 
 def _decide(

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .settings import Settings
@@ -45,6 +46,8 @@ class Timeline:
     """The time of the finished image."""
     shares: tuple[float, ...] | None = None
     """Share of the noise in the latent's variance at each whole timestep, where known."""
+    prediction: str = ""
+    """What the scheduler takes from the model, if it says that."""
     flow: bool = False
     """Whether the latent goes straight from noise to image, as in rectified flow."""
     shift: Shift = Shift()
@@ -54,13 +57,20 @@ class Timeline:
         """Refuses settings that need to know more."""
         if settings.changes and self.noise is None:
             raise ValueError(
-                "schedule, start, end, tau: need timesteps that count down to 0, and the model's "
-                "scheduler gives others"
+                "schedule, start, end, tau, coarse: need timesteps that count down to 0, and the "
+                "model's scheduler gives others"
             )
         if settings.tau is not None and self.shares is None and not self.flow:
             raise ValueError(
                 f"tau={settings.tau!r}: needs a scheduler that knows its noise (alphas_cumprod); "
                 "give the pipeline instead of the model in it, or use start"
+            )
+        known = self.shares is not None and self.prediction in ("epsilon", "v_prediction")
+        if settings.coarse and not self.flow and not known:
+            raise ValueError(
+                f"coarse={settings.coarse!r}: needs a scheduler that knows its noise "
+                "(alphas_cumprod) and takes 'epsilon' or 'v_prediction'; give the pipeline instead "
+                "of the model in it"
             )
 
     def progress(self, time: float, tokens: int) -> float:
@@ -86,6 +96,19 @@ class Timeline:
         """The timesteps at noise levels."""
         assert self.noise is not None
         return self.image + level * (self.noise - self.image)
+
+    def share(self, timestep: Tensor) -> Tensor:
+        """Share of the noise in the latent's variance at timesteps, also between whole ones."""
+        shares = torch.tensor(self.shares, device=timestep.device)
+        low = timestep.floor().long().clamp(0, len(shares) - 2)
+        return torch.lerp(shares[low], shares[low + 1], timestep.float() - low)
+
+    def time_of_share(self, share: Tensor) -> Tensor:
+        """The timesteps at which the noise has this share, also between whole ones."""
+        shares = torch.tensor(self.shares, device=share.device)
+        high = torch.searchsorted(shares, share.contiguous()).clamp(1, len(shares) - 1)
+        low, width = shares[high - 1], shares[high] - shares[high - 1]
+        return (high - 1 + (share - low) / width).clamp(min=0)
 
     def noise_share(self, time: float) -> float:
         """Share of the noise in the latent's variance."""

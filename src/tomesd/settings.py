@@ -198,9 +198,9 @@ class Settings:
     """With `reuse`: carry on how the last two results differed, instead of using the last one."""
 
     coarse: float | None = None
-    """Transformers that are rectified flows: up to this progress, run the model on the image at
-    half its height and width, which is a quarter of the tokens, with the noise level that this
-    leaves. Nothing is merged or reused in such steps. `None` and 0 do so at no step."""
+    """Run the first steps, up to this progress, on the image at half its height and width, which is
+    a quarter of the tokens, with the noise level that this leaves. Nothing is merged or reused in
+    them. `None` and 0: no step. For many transformers of diffusers, and its UNets of images."""
 
     protect: Protect = field(default=None, compare=False)
     """Tokens that are merged last: where a mask `[h, w]` of any size is not zero; or, with

@@ -141,8 +141,8 @@ _COARSE = "coarse"
 # The compiler compiles what follows for each answer, which comes as words because numbers that
 # change would become variables.
 @never_traced(
-    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse), which no graph "
-    "can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
+    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse, coarse), which "
+    "no graph can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
     "torch.compile"
 )
 def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str) -> str:
@@ -150,8 +150,8 @@ def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obs
     if isinstance(timestep, Tensor):
         if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "schedule, start, end, tau, reuse: what is merged depends on the timestep, which a "
-                "CUDA graph cannot read; capture a graph for each ratio"
+                "schedule, start, end, tau, reuse, coarse: what is merged depends on the timestep, "
+                "which a CUDA graph cannot read; capture a graph for each ratio"
             )
         times = patch.timeline.noisiest(timestep).flatten().tolist()  # waits for the device
         timestep = sum(times) / len(times)

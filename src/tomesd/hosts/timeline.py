@@ -19,7 +19,8 @@ def find_timeline(model: Any) -> Timeline:
         counts = config.get("timestep_type") != "continuous" and "sigma_data" not in config
         noise = config.get("num_train_timesteps", 1000) - 1.0 if counts else None
         shares = _shares(getattr(scheduler, "alphas_cumprod", None))
-        return Timeline(noise, shares=shares, shift=_shift(config))
+        prediction = config.get("prediction_type", "")
+        return Timeline(noise, shares=shares, prediction=prediction, shift=_shift(config))
     for owner in (model, getattr(model, "model", None)):
         shares = _shares(getattr(owner, "alphas_cumprod", None))  # ldm
         sampling = getattr(owner, "model_sampling", None)  # ComfyUI

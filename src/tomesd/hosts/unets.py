@@ -96,6 +96,9 @@ _LEVELLED = (
 )
 """Models whose levels are `down_blocks`, `mid_block` and `up_blocks`."""
 
+_COARSE = "UNet2DConditionModel"
+"""The model that `coarse` is known to work on."""
+
 _TIMESTEPS = ("timestep", "timesteps")
 
 
@@ -241,12 +244,14 @@ def check_options(settings: Settings, module: nn.Module) -> None:
     model = type(module).__name__
     if settings.metric == "clean":
         raise ValueError(f"metric='clean': a {model} is no rectified flow")
-    for name in ("depth", "st", "reference_ratio", "coarse"):
+    for name in ("depth", "st", "reference_ratio"):
         value = getattr(settings, name)
         if value is not None:
             raise ValueError(
                 f"{name}={value!r}: means nothing on a {model}, only on diffusion transformers"
             )
+    if settings.coarse and not (_COARSE in class_names(module) and is_root(module)):
+        raise ValueError(f"coarse={settings.coarse!r}: means nothing on a {model}")
     # A ControlNet always runs: the model that it controls takes all that it gives.
     if settings.reuse is None or _has_levels(module) or "ControlNet" in model:
         return

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..coarse import SIDE, FlowStep, flow_level, pack, unpack
+from ..coarse import SIDE, FlowStep, VarianceStep, flow_level, pack, unpack, variance_share
 from ..layout import Layout
 from ..schedule import Timeline
 from ..state import Grid
 from .given import Given
 
-__all__ = ["Coarse"]
+__all__ = ["Coarse", "coarse_unet", "unet_obstacle"]
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,12 @@ class Coarse:
         given = given.replaced(changes)
         output = model(*given.args, **given.kwargs)
 
-        sample = output[0] if isinstance(output, tuple) else output.sample
+        sample = _sample(output)
         # Models whose times rise predict the image less the noise.
         sign = -1 if timeline.rises else 1
         small = self._latents(sample, grid)
         whole = [sign * step.velocity(sign * v) for step, v in zip(steps, small, strict=True)]
-        sample = self._argument(whole, sample)
-        return (
-            (sample, *output[1:]) if isinstance(output, tuple) else replace(output, sample=sample)
-        )
+        return _with_sample(output, self._argument(whole, sample))
 
     def _latents(self, value: Any, grid: Grid) -> list[Tensor]:
         """Latents `[..., H, W]`: of the batch at once, or one for each of a list."""
@@ -115,6 +112,54 @@ class Coarse:
             text, image = mask[:, : -h * w], mask[:, -h * w :].unflatten(1, (h, w))
             found[self.mask] = torch.cat([text, image[:, ::SIDE, ::SIDE].flatten(1)], dim=1)
         return found
+
+
+# Arguments of UNets that only go with the whole image.
+_FULL = (
+    "down_block_additional_residuals",
+    "mid_block_additional_residual",
+    "down_intrablock_additional_residuals",
+)
+
+
+def unet_obstacle(module: Any, given: Given) -> str:
+    """Why a call of a UNet of diffusers cannot be made coarse; empty if it can."""
+    latent, made = given[given.names[0]], module.config["out_channels"]
+    for name in _FULL:
+        if given[name] is not None:
+            return f"{name} is given"
+    if latent.shape[1] != made:
+        return f"the latent has {latent.shape[1]} channels, of which {made} are made"
+    if any(length % SIDE for length in latent.shape[-2:]):
+        return "{}x{} pixels cannot be halved".format(*latent.shape[-2:])
+    return ""
+
+
+def coarse_unet(given: Given, timeline: Timeline, time: str, model: Callable[..., Any]) -> Any:
+    """Calls a UNet on a coarser image, and gives what it would have given for the whole one."""
+    latent, timestep = given[given.names[0]], given[time]
+    times = torch.as_tensor(timestep, device=latent.device).float()
+    share = timeline.share(times)
+    (beside,) = _beside(share, latent, [latent])
+    step = VarianceStep(latent, beside, timeline.prediction == "epsilon")
+    small = {
+        given.names[0]: step.small.to(latent.dtype),
+        time: _like(timestep, timeline.time_of_share(variance_share(share))),
+    }
+    given = given.replaced(small)
+    output = model(*given.args, **given.kwargs)
+    sample = _sample(output)
+    return _with_sample(output, step.prediction(sample).to(sample.dtype))
+
+
+def _sample(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output.sample
+
+
+def _with_sample(output: Any, sample: Any) -> Any:
+    if isinstance(output, tuple):
+        return (sample, *output[1:])
+    return replace(output, sample=sample)
 
 
 def _beside(levels: Tensor, value: Any, latents: list[Tensor]) -> list[Tensor]:

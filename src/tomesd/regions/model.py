@@ -1,8 +1,9 @@
 """The model as a whole, and the stacks of blocks in a UNet: they read size, time and grid."""
 
+import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..layout import Layout
 from ..planning import expect_clean, load_kernels, note_guidance, recall_guidance
 from ..policy import decide, decide_layout, explain_nothing
 from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
-from .coarse import Coarse
+from .coarse import Coarse, coarse_unet, unet_obstacle
 from .given import Given
 from .role import Inner, Role
 
@@ -71,14 +72,25 @@ class UNetRoot(_Root):
         if scope is not None:  # entered through __call__ already, or by `describe`
             scope.call.fullness = fullness(latent.shape[0], kwargs)
             return inner(*args, **kwargs)
-        h, w = latent.shape[-2:]
-        call = self.start_call(patch, given, latent, (h, w), h * w, torch.is_grad_enabled())
+        (h, w), apart = latent.shape[-2:], torch.is_grad_enabled()
+        obstacle = unet_obstacle(module, given) if patch.settings.coarse else ""
+        call = self.start_call(patch, given, latent, (h, w), h * w, apart, obstacle)
         call.fullness = fullness(latent.shape[0], kwargs)
         recall_guidance(call, latent)
-        output = run_inside(Scope(call), inner, *args, **kwargs)
+        if call.coarse:
+            output = self._run_coarse(call, given, inner)
+        else:
+            output = run_inside(Scope(call), inner, *args, **kwargs)
         note_guidance(call, output)
         self.finish_call(call)
         return output
+
+    def _run_coarse(self, call: Call, given: Given, inner: Inner) -> Any:
+        """Calls the model on a coarser image. Nothing merges in it, or is reused."""
+        call.settings = replace(call.settings, ratio=0.0, level_ratios=None, kind_ratios=None)
+        call.size = (call.size[0] // SIDE, call.size[1] // SIDE)
+        run = functools.partial(run_inside, Scope(call), inner)
+        return coarse_unet(given, call.patch.timeline, self.time, run)
 
 
 @dataclass(frozen=True)
@@ -138,11 +150,8 @@ class TransformerRoot(_Root):
         grid = (frames, h // SIDE, w // SIDE)
         decision = Decision(grid, 0, math.prod(grid))
         call.decisions.append(decision)
-
-        def run_idle(*args: Any, **kwargs: Any) -> Any:
-            return run_inside(Scope(call, decision), inner, *args, **kwargs)
-
-        output = self.coarse.run(given, layout, call.patch.timeline, self.time, run_idle)
+        run = functools.partial(run_inside, Scope(call, decision), inner)
+        output = self.coarse.run(given, layout, call.patch.timeline, self.time, run)
         self.finish_call(call)
         return output
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from tomesd.presets import PRESETS
+from tomesd.presets import PRESETS, TRANSFORMER_PRESETS
 
 __all__ = ["WAYS", "Way"]
 
@@ -91,7 +91,23 @@ def taylor(interval: int, before: int = 3) -> Way:
     return Way("TaylorSeer", label, options, share=FEW, cache="taylor")
 
 
+def presets(options: dict[str, Options]) -> list[Way]:
+    return [Way("presets", f"preset {name}", dict(chosen)) for name, chosen in options.items()]
+
+
+ALL: Options = {"ratio": 0.0, "depth": (0.0, 1.0)}
+"""Every block is left out at steps that reuse them."""
+
 TRANSFORMER = [
+    *presets(TRANSFORMER_PRESETS),
+    Way(
+        *("coarse, reuse", "coarse to 0.35, reuse 4 from 0.35, all blocks"),
+        {**ALL, "coarse": 0.35, "reuse": 4, "reuse_start": 0.35},
+    ),
+    Way(
+        *("coarse, reuse", "coarse to 0.15, reuse 2 from 0.15, all blocks"),
+        {**ALL, "coarse": 0.15, "reuse": 2, "reuse_start": 0.15},
+    ),
     # How the families compare at about twice the speed, with many images.
     reuse(3, 0.25, share=1),
     coarse(0.25, share=1, every=3),
@@ -156,7 +172,7 @@ def unet_reuse(every: int, start: float, **merging: Any) -> Way:
 
 
 UNET = [
-    *(Way("presets", f"preset {name}", dict(options)) for name, options in PRESETS.items()),
+    *presets(PRESETS),
     merged("merged .5", share=1, ratio=0.5),
     unet_reuse(2, 0.25),
     unet_reuse(2, 0.5, **stack(0.4)),

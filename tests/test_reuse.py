@@ -331,7 +331,7 @@ def test_it_is_described() -> None:
     told = str(tomesd.describe(model, 64, 64))
     for words in (
         "nothing is merged; coarse up",
-        "one step in 3 runs the whole model, from progress 0.35",
+        "one step in 4 runs the whole model, from progress 0.35",
     ):
         assert words in told
 
@@ -340,9 +340,9 @@ def test_it_is_described() -> None:
     ("preset", "expected"),
     [
         # Of ten steps: w is whole, c is coarse, - is left out.
-        ("quality", "ww-w-w-w-w"),
-        ("balanced", "ww--w--w-w"),
-        ("fast", "ccccw--w-w"),
+        ("quality", "www-w-w-ww"),
+        ("balanced", "www--w--ww"),
+        ("fast", "ccccw---ww"),
     ],
 )
 def test_presets_of_transformers_leave_steps_out(preset: Any, expected: str) -> None:

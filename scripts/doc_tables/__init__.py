@@ -34,8 +34,6 @@ TABLES = {
     "quality of presets": quality.preset_quality,
     "search": quality.search,
     "trade-offs": quality.tradeoffs("transformer", 512),
-    "trade-offs at 256 px": quality.tradeoffs("transformer", 256),
-    "trade-offs of the UNet": quality.tradeoffs("unet", 256),
     "defaults": quality.defaults,
     **{name: quality.ablation(name) for name in ("partition", "layers", "levels", "schedule")},
     "other algorithms": quality.other_algorithms,

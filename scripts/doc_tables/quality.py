@@ -197,13 +197,13 @@ FAMILIES = (
 
 
 def tradeoff_rows(results: Results, model: str, pixels: int) -> list[Row]:
-    """The last row of each way to make images, by family and speed.
+    """Each way to make images, by family and speed: its row with most images.
 
     Speeds compare on one machine only, and images with the same number of steps: of several, what
     has most images counts.
     """
     found: dict[tuple[str, int], dict[str, Row]] = {}
-    for row in results.file("front"):
+    for row in sorted(results.file("front"), key=lambda row: row["images"]):
         if (row["model"], row["height"]) == (f"embedded {model}", pixels):
             found.setdefault((row["hardware"], row["all_steps"]), {})[row["label"]] = row
     groups = [list(group.values()) for group in found.values()]

@@ -24,11 +24,11 @@ def matchings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]
     made: list[tuple[int, int]] = []
     original = kernels.reference.match_tokens
 
-    def record(metric: Any, cells: Any, remove: int, lists: Any, draw: Any, clock: Any) -> None:
+    def record(metric: Any, request: kernels.Request, lists: Any) -> None:
         before = lists.slot.clone()
-        original(metric, cells, remove, lists, draw, clock)
-        if clock is None or clock.state[0] == 1:
-            made.append((cells.h, cells.w))
+        original(metric, request, lists)
+        if request.clock is None or request.clock.state[0] == 1:
+            made.append((request.cells.h, request.cells.w))
         else:
             assert torch.equal(lists.slot, before)
 

@@ -1,15 +1,10 @@
-"""What settings mean on a grid of tokens: its cells, how many tokens go, and its level."""
+"""What settings mean on a grid of tokens: how many tokens go, and at which level it is."""
 
 from .kernels import Cells
 from .selectors import SELECTORS
 from .settings import Settings
 
-__all__ = ["cells_of", "level_merges", "level_of", "removable"]
-
-
-def cells_of(settings: Settings, h: int, w: int) -> Cells:
-    """The cells of h x w tokens."""
-    return Cells.of(h, w, settings.sy, settings.sx, settings.search)
+__all__ = ["level_merges", "level_of", "removable"]
 
 
 def removable(settings: Settings, cells: Cells, ratio: float) -> int:

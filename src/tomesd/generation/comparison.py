@@ -15,7 +15,8 @@ from torch import nn
 
 import tomesd
 
-from ..grids import cells_of, removable
+from ..grids import removable
+from ..kernels import Cells
 from ..machine import synchronize
 from ..settings import Settings
 from .loading import denoiser
@@ -178,7 +179,7 @@ def _summaries(
     """Of samples by ratio, the unmerged ones first."""
     width, height = samples[0][0].image.size
     h, w = tomesd.describe(pipe, height, width).parts[0].levels[0].grid
-    cells = cells_of(settings, h, w)
+    cells = Cells.of(h, w, settings.sy, settings.sx, settings.search)
     return tuple(
         _summary(ratio, step, made, samples[0], h * w - removable(settings, cells, ratio))
         for ratio, step, made in zip(ratios, seconds, samples, strict=True)

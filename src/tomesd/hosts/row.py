@@ -1,7 +1,7 @@
 """What a row of the table of diffusion transformers says."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from torch import nn
@@ -74,19 +74,8 @@ class Blocks:
     """Parameters of a block, where its forward does not name them."""
 
     def tokens(self, block: nn.Module) -> Tokens:
-        return Tokens(
-            self.names or tuple(parameters(block)),
-            self.input,
-            self.output,
-            self.joint,
-            self.text,
-            self.along,
-            self.other,
-            self.refused,
-            self.tokens_first,
-            self.after_with,
-            self.in_place,
-        )
+        said = {field.name: getattr(self, field.name) for field in fields(Tokens)}
+        return Tokens(**{**said, "names": self.names or tuple(parameters(block))})
 
 
 @dataclass(frozen=True)

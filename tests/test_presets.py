@@ -58,7 +58,7 @@ def test_a_file_holds_what_differs_and_what_it_is_about(tmp_path: Path) -> None:
     save(path, {**linear, "refresh": 4}, speedup=1.5, where=Path("x"))
     assert json.loads(path.read_text()) == {
         "format": 1,
-        "settings": {"sx": 3, "schedule": "linear", "ratio_end": 0.25},
+        "settings": {"ratio": 0.5, "sx": 3, "schedule": "linear", "ratio_end": 0.25},
         "about": {"speedup": 1.5, "where": "x"},
     }
     assert list(path.parent.iterdir()) == [path]
@@ -66,7 +66,7 @@ def test_a_file_holds_what_differs_and_what_it_is_about(tmp_path: Path) -> None:
 
 def test_protect_is_kept_though_settings_are_compared_without_it(tmp_path: Path) -> None:
     save(tmp_path / "s.json", Settings(protect="guidance"))
-    assert load(tmp_path / "s.json") == {"protect": "guidance"}
+    assert load(tmp_path / "s.json") == {"ratio": 0.5, "protect": "guidance"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ __all__ = [
     "Preset",
     "changed",
     "load",
+    "options_of",
     "preset",
     "save",
 ]
@@ -70,6 +71,14 @@ def changed(settings: Settings) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if _differs(value, default)}
 
 
+def options_of(settings: Settings) -> dict[str, Any]:
+    """Options of `apply_patch` that make these settings, as few as possible.
+
+    The ratio is always one of them: without any option, `apply_patch` takes a preset.
+    """
+    return {"ratio": settings.ratio, **changed(settings)}
+
+
 def _differs(value: Any, default: Any) -> bool:
     # A tensor compares number by number. No default is one.
     return value is not default and (isinstance(value, AnyTensor) or bool(value != default))
@@ -86,7 +95,7 @@ def save(
     """
     if not isinstance(settings, Settings):
         settings = _checked(dict(settings), "settings")
-    options = {name: _plain(name, value) for name, value in changed(settings).items()}
+    options = {name: _plain(name, value) for name, value in options_of(settings).items()}
     content = {"format": FORMAT, "settings": options, "about": about}
     text = json.dumps(content, indent=1, default=str) + "\n"
     write_text(Path(path), text)
@@ -111,7 +120,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{where}: format {content.get('format')!r}, and this version reads format {FORMAT}"
         )
     options = {name: numbered(value) for name, value in content["settings"].items()}
-    return changed(_checked(options, where))
+    return options_of(_checked(options, where))
 
 
 def _checked(options: dict[str, Any], where: str) -> Settings:

@@ -72,7 +72,7 @@ class Tune:
         from ..evaluation import Sampling
         from ..evaluation.needs import need
         from ..evaluation.networks import Lpips
-        from ..evaluation.search_space import levels_of
+        from ..evaluation.search_space import can_be_coarse, levels_of
         from ..evaluation.tuning import Budget, SideBySide, choose, front_of
         from ..generation.loading import denoiser
         from ..generation.sampling import estimate_seconds
@@ -113,7 +113,8 @@ class Tune:
                 )
 
             levels = levels_of(pipe, sampling)
-            seen = self._search(first.measure, levels, bar, log, known, on_interrupt)
+            refused = set() if can_be_coarse(pipe) else {"coarse"}
+            seen = self._search(first.measure, levels, refused, bar, log, known, on_interrupt)
             chosen = choose(seen, budget, again.measure, on_progress=bar.on_trial, log=log)
         console.print(_table(front_of(seen)), soft_wrap=False)
         if chosen is None:
@@ -150,6 +151,7 @@ class Tune:
         self,
         measure: "Measure",
         levels: list[int],
+        refused: set[str],
         bar: "_TrialBar",
         log: "Log",
         known: "dict[str, Measurement]",
@@ -160,7 +162,7 @@ class Tune:
 
         given = self.merge.given()
         base = self.merge.base("unet" if levels else "transformer")
-        space = search_space(levels, given)
+        space = search_space(levels, given.keys() | refused)
         searched = {choice.name for choice in space}
         # Of a settings file, what the search does not try stays; the rest is where it starts.
         fixed = {name: value for name, value in base.items() if name not in searched} | given

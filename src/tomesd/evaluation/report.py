@@ -11,7 +11,7 @@ from PIL import Image
 
 from ..choices import EMBEDDED
 from ..files import whole_file, write_text
-from ..presets import changed, numbered
+from ..presets import numbered, options_of
 from ..settings import Settings
 from .estimates import TOO_FEW, Estimate
 from .figures import draw_pareto, draw_spread
@@ -243,7 +243,7 @@ def _settings(results: Sequence[Result]) -> list[tuple[str, str]]:
         variant = result.variant
         settings = {name: numbered(value) for name, value in variant.settings.items()}
         if variant.kind == "merged":
-            settings = changed(Settings(**settings))
+            settings = options_of(Settings(**settings))
         words = ", ".join(["pipe", *(f"{name}={value!r}" for name, value in settings.items())])
         line = "no merging" if variant.kind == UNMERGED.kind else f"tomesd.apply_patch({words})"
         rows.append((labels[variant.name], line))

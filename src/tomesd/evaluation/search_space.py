@@ -93,15 +93,21 @@ def _unet_space(levels: Sequence[int]) -> tuple[Choice, ...]:
 
 
 _TRANSFORMER_SPACE = (
-    _RATIO,
+    Choice("ratio", (0.0, *_PERCENTS), ordered=True),
     Choice("target", ("stack", "block")),
-    Choice("depth", (None, (0.0, 0.5), (0.25, 0.75), (0.25, 1.0), (0.5, 1.0))),
+    Choice("depth", (None, (0.0, 1.0), (0.0, 0.5), (0.25, 0.75), (0.25, 1.0), (0.5, 1.0))),
     *_how("clean", "input", "mean", "previous"),
     *_SCHEDULE,
     Choice("start", (0.0, 0.1, 0.2), ordered=True),
     Choice("end", (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0), ordered=True),
-    Choice("reuse", (None, 2, 3)),
-    Choice("reuse_start", (0.25, 0.5), ordered=True, only_if=lambda o: o["reuse"] is not None),
+    Choice("coarse", (None, 0.15, 0.25, 0.35, 0.5)),
+    Choice("reuse", (None, 2, 3, 4)),
+    Choice(
+        "reuse_start",
+        (0.15, 0.25, 0.35, 0.5),
+        ordered=True,
+        only_if=lambda o: o["reuse"] is not None,
+    ),
 )
 
 
@@ -115,6 +121,11 @@ def levels_of(pipe: Any, sampling: Sampling) -> list[int]:
         return list(DOWNSAMPLES)
     found = {level.downsample for part in parts for level in part.levels}
     return sorted(found & set(DOWNSAMPLES))
+
+
+def can_be_coarse(pipe: Any) -> bool:
+    """Whether `coarse` means anything on all of its models."""
+    return all(part.can_be_coarse for part in find_models(pipe))
 
 
 def first_options(

@@ -20,7 +20,7 @@ import tomesd
 from ..generation import Sampling, sample_batch
 from ..generation.loading import denoiser
 from ..generation.progress import OnProgress, silent
-from ..presets import changed
+from ..presets import options_of
 from ..settings import MergeWarning, Settings
 from .estimates import speedup_estimate
 from .figures import pareto_front
@@ -204,7 +204,7 @@ def search(
             proposed = {**_propose(trial, space, fixed or {}), **(fixed or {})}
             proposed = trial.user_attrs.get("options", proposed)
             try:
-                options = changed(Settings(**proposed))
+                options = options_of(Settings(**proposed))
                 key = key_of(options)
                 if key not in seen:
                     on_progress(_words(options), len(seen), trials)

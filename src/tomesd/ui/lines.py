@@ -4,14 +4,14 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ..presets import changed
+from ..presets import changed, options_of
 from ..settings import Settings
 
 __all__ = ["command_line", "python_line", "settings_words"]
 
 
 def python_line(settings: Settings) -> str:
-    options = (f"{name}={value!r}" for name, value in changed(settings).items())
+    options = (f"{name}={value!r}" for name, value in options_of(settings).items())
     return f"tomesd.apply_patch({', '.join(['pipe', *options])})"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import diffusers
 import torch
-from dit import SETTINGS
+from dit_settings import SETTINGS
 from PIL import Image
 from rows import RESULTS, timed
 
@@ -46,7 +46,7 @@ def load(name: str, device: torch.device, side: int) -> tuple[Any, dict[str, Any
         vae = VAE | {"latent_channels": 16, "scaling_factor": 0.3611, "shift_factor": 0.1159}
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
         models = make(diffusers.AutoencoderKL, vae), *[None] * 4  # texts come encoded
-        transformer = make(diffusers.FluxTransformer2DModel, SETTINGS[0].config)
+        transformer = make(diffusers.FluxTransformer2DModel, SETTINGS["transformers"][0].config)
         pipe = diffusers.FluxPipeline(scheduler, *models, transformer)
         shapes = {"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)}
         text = {k: torch.randn(v, device=device).bfloat16() for k, v in shapes.items()}

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import diffusers
-import dit
+import dit_settings
 import torch
 from rows import RESULTS
 
@@ -48,6 +48,12 @@ PUBLISHED = {
 }
 LAUNCHES = (5e-6, 50e-6)
 LAUNCHERS: dict[str, Launcher] = {"eager": "eager", "compile": "compiled"}
+LAUNCHERS[dit_settings.BLOCKS] = "compiled"
+# Transformers that make a token of 2x2 latent pixels, and that have no blocks of UNets.
+MODELS = ("Flux.1-dev", "SD3.5-large", "Qwen-Image", "Wan 14B")
+TRANSFORMERS = {
+    one.name: one for one in dit_settings.SETTINGS["transformers"] if one.model in MODELS
+}
 
 
 def simulated(name: str) -> Machine:
@@ -61,7 +67,7 @@ def outline_of(name: str) -> Any:
     with torch.device("meta"):
         if name in ARCHITECTURES:
             return diffusers.UNet2DConditionModel(**ARCHITECTURES[name])
-        setting = next(setting for setting in dit.SETTINGS if setting.model == name)
+        setting = next(one for one in TRANSFORMERS.values() if one.model == name)
         return getattr(diffusers, setting.kind)(**setting.config)
 
 
@@ -83,7 +89,8 @@ def ask(row: Row, settings: Row, machine: Machine, launcher: Launcher) -> Verdic
             x = torch.empty(row["batch"], 1, *size, dtype=dtype, device="meta")
             call.left_alone = policy._judge_unet(call, x, heads)
         else:
-            grid = (row["frames"], size[0] // 2, size[1] // 2)
+            setting = TRANSFORMERS[row["setting"]]
+            grid = ((setting.frames - 1) // setting.scale[1] + 1, size[0] // 2, size[1] // 2)
             part = LayoutPart.on(grid)
             x = torch.empty(row["batch"], part.tokens, 1, dtype=dtype, device="meta")
             role: Any = role_of(model)
@@ -95,7 +102,7 @@ def ask(row: Row, settings: Row, machine: Machine, launcher: Launcher) -> Verdic
 def measured(out: Path) -> Iterator[Row]:
     """The rule's answers for all settings that have been measured."""
     rows = [r for name in ("gpu", "compiled", "dit") for r in read_rows(out / f"{name}.jsonl")]
-    steps = [row for row in rows if row["what"] == "step"]
+    steps = [row for row in rows if row["what"] == "step" and is_known(row)]
     hosts = launches_by_run(steps)
     for found in comparisons(steps):
         base = found.find("unpatched")
@@ -105,6 +112,11 @@ def measured(out: Path) -> Iterator[Row]:
             if row["variant"] == "tomesd" and row["seconds"]:
                 known = hosts.get((row["run"], row["mode"]))
                 yield from judged(found, base, row, known)
+
+
+def is_known(row: Row) -> bool:
+    """Whether the rule can be asked about the model of a row."""
+    return row["model"] in ARCHITECTURES or row["setting"] in TRANSFORMERS
 
 
 def launches_by_run(rows: list[Row]) -> dict[tuple[str, str], float]:
@@ -158,13 +170,13 @@ def elsewhere() -> Iterator[Row]:
     """The rule's answers on other GPUs, at default settings, in eager mode."""
     cases: list[Row] = [
         {"model": model, "height": side, "width": side, "batch": 2 * images, "images": images}
-        | {"dtype": "float16", "attention": "sdpa", "frames": 1}
+        | {"dtype": "float16", "attention": "sdpa"}
         for model, side, images in SIMULATED
     ]
-    for setting in dit.SETTINGS:
+    for setting in (one for one in TRANSFORMERS.values() if one.images == 1):
         case = {"model": setting.model, "height": setting.height, "width": setting.width}
         cases.append(case | {"batch": setting.batch, "images": 1, "dtype": "bfloat16"})
-        cases[-1] |= {"attention": "sdpa", "frames": setting.frames, "setting": setting.name}
+        cases[-1] |= {"attention": "sdpa", "setting": setting.name}
     for case in cases:
         for name in PUBLISHED:
             for launch in LAUNCHES:

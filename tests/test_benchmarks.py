@@ -7,6 +7,7 @@ from typing import Any
 
 import front
 import front_judge
+import hires
 import numpy as np
 import pytest
 import quality
@@ -163,3 +164,14 @@ def test_unmerged_images_of_the_front_are_those_of_the_pipeline(
         image = sample(pipe, captions[seed], seed=seed, size=(64, 64), steps=4, guidance=guidance)
         difference = made[0][seed].permute(1, 2, 0).numpy() - np.array(image.image, dtype=float)
         assert np.abs(difference).max() <= 2
+
+
+def test_the_rule_knows_the_settings_of_its_rows() -> None:
+    rows = read_rows(RESULTS / "rule.jsonl")
+    asked = {row["setting"] for row in rows if not row["setting"].startswith("SD")}
+    asked |= {row["setting"] for row in rows if row["setting"].startswith("SD3")}
+    assert asked and asked <= rule.TRANSFORMERS.keys()
+
+
+def test_large_images_are_those_of_a_flux() -> None:
+    assert hires.SETTINGS["transformers"][0].kind == "FluxTransformer2DModel"

@@ -78,7 +78,7 @@ def test_the_options_of_the_readme_are_options() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", text, re.MULTILINE)
     defaults = {one.name: str(one.default) for one in dataclasses.fields(Settings)}
-    assert len(rows) == 8
+    assert len(rows) == 9
     assert [default for _, default in rows] == [defaults.get(name, "None") for name, _ in rows]
     assert {name for name, _ in rows} - defaults.keys() == {"preset"}
 

@@ -116,6 +116,13 @@ def test_a_second_run_gives_the_same_bytes(demo: Path, tmp_path: Path) -> None:
         assert (demo / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
+def test_presets_that_merge_nothing_are_compared_with_unmerged_images(tmp_path: Path) -> None:
+    preset = ["--model", "transformer", "--preset", "fast", "--steps", "8"]
+    assert run(["demo", *SMALL, *preset, "--out", str(tmp_path)]) == 0
+    base, fast = rows(tmp_path)
+    assert base["psnr"] is None and 8 < fast["psnr"] < 40
+
+
 def test_ratio_zero_is_the_unpatched_pipeline() -> None:
     pipe = load_pipeline()
     options = {"steps": 3, "size": (128, 128)}

@@ -57,8 +57,11 @@ class Demo:
             )
         paths = self._save(comparison)
         console.print(_table(comparison.rows), soft_wrap=False)
-        console.print("s / step: the median of one call of the model; the ratios take turns.")
-        if kind == "transformer" and each[0].end is None:
+        if each[0].reuse is None and not each[0].coarse:
+            console.print("s / step: the median of one call of the model; the ratios take turns.")
+        else:
+            console.print("s / step: the mean over the steps of whole images, which differ.")
+        if kind == "transformer" and each[0].end is None and each[0].ratio > 0:
             console.print(
                 "Transformers merge in the first half of the steps, unless --end is given."
             )

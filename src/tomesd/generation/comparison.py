@@ -36,7 +36,8 @@ class RatioSummary:
 
     ratio: float
     step_seconds: float
-    """Of one call of the denoising model: the median of a few. The ratios take turns."""
+    """Of one call of the denoising model: the median of a few, for which the ratios take turns.
+    Where steps differ (`reuse`, `coarse`), the mean over whole images."""
     peak_mib: float | None
     """None on a CPU."""
     tokens: int
@@ -59,16 +60,16 @@ class ImageComparison:
 
     def grid(self, difference: float = 0.5) -> Image.Image:
         """All images, and the difference between the unmerged ones and those at one ratio."""
-        column = self.ratios.index(difference)
-        titles = ["unmerged" if r == 0 else f"ratio {r:g}" for r in self.ratios]
+        column = self.ratios.index(difference, 1)
+        titles = [_title(number, ratio) for number, ratio in enumerate(self.ratios)]
         titles.append(f"|unmerged - {difference:g}| x{_AMPLIFY}")
         rows = [[*images, _difference(images[0], images[column])] for images in self.images]
         return label_grid(rows, titles, list(self.prompts))
 
     def overlay(self) -> Image.Image:
         """What was merged at the steps that were recorded, on the finished picture."""
-        ratio = _middle(self.ratios)
-        image = self.images[0][self.ratios.index(ratio)]
+        ratio = _middle(self.ratios[1:])
+        image = self.images[0][self.ratios.index(ratio, 1)]
         pictures = [image, *(draw_map(map, image) for map in self.maps)]
         titles = [f"ratio {ratio:g}", *self.map_titles]
         side = max(picture.width for picture in pictures)
@@ -89,23 +90,23 @@ def compare(
     """Makes each prompt's image unmerged and at every ratio, from the same seed.
 
     Args:
-        settings: everything but the ratio.
+        settings: everything but the ratio, of what is not unmerged.
         options: as in `sample`.
     """
     settings = settings or Settings()
+    each = [Settings(ratio=0.0), *(replace(settings, ratio=ratio) for ratio in ratios)]
     ratios = (0.0, *ratios)
     total = len(prompts) * len(ratios) * steps + len(ratios) * (1 + _TURNS)
     samples: list[list[Sample]] = [[] for _ in prompts]
     by_step: list[list[MergeMap]] = []
-    for number, (prompt, ratio) in enumerate(itertools.product(prompts, ratios)):
-        words = f"{'unmerged' if ratio == 0 else f'ratio {ratio:g}'}: {prompt}"
+    for number, (prompt, merge) in enumerate(itertools.product(prompts, each)):
+        words = f"{_title(number % len(each), merge.ratio)}: {prompt}"
 
         def on_step(done: int, words: str = words, before: int = number * steps) -> None:
             on_progress(words, before + done, total)
 
         made = {"steps": steps, "on_step": on_step, **options}
-        merge = replace(settings, ratio=ratio)
-        if not by_step and ratio == _middle(ratios):
+        if not by_step and merge is each[ratios.index(_middle(ratios[1:]), 1)]:
             one, by_step = sample_with_maps(pipe, prompt, merge, **made)
         elif number == 0:
             with _call_of_step(denoiser(pipe), steps // 3) as step:
@@ -113,10 +114,12 @@ def compare(
         else:
             one = sample(pipe, prompt, merge, **made)
         samples[number // len(ratios)].append(one)
-    seconds = _take_turns(
-        pipe, [replace(settings, ratio=ratio) for ratio in ratios], step, on_progress, total
-    )
-    rows = _summaries(pipe, settings, ratios, list(zip(*samples, strict=True)), seconds)
+    by_ratio = list(zip(*samples, strict=True))
+    if settings.reuse is None and not settings.coarse:
+        seconds = _take_turns(pipe, each, step, on_progress, total)
+    else:  # steps differ, so that one of them tells nothing
+        seconds = [statistics.mean(one.seconds for one in made) / steps for made in by_ratio]
+    rows = _summaries(pipe, settings, ratios, by_ratio, seconds)
     images = tuple(tuple(one.image for one in row) for row in samples)
     shown = three_steps(len(by_step)) if any(by_step) else ()
     maps = tuple(map_at(by_step, step) for step in shown)
@@ -184,6 +187,11 @@ def _summaries(
         _summary(ratio, step, made, samples[0], h * w - removable(settings, cells, ratio))
         for ratio, step, made in zip(ratios, seconds, samples, strict=True)
     )
+
+
+def _title(number: int, ratio: float) -> str:
+    """Of a column; the first one is unmerged."""
+    return "unmerged" if number == 0 else f"ratio {ratio:g}"
 
 
 def _middle(ratios: Sequence[float]) -> float:

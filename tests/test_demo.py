@@ -81,9 +81,11 @@ def test_the_table_says_one_thing_about_time_and_nothing_about_the_memory_of_a_c
 ) -> None:
     found = rows(demo)
     assert all(row["peak_mib"] is None and "seconds" not in row for row in found)
-    table = _table(tuple(RatioSummary(**row) for row in found))
+    names = ("unmerged", "ratio 0.25", "ratio 0.5", "ratio 0.75")
+    table = _table(tuple(RatioSummary(**row) for row in found), names)
     titles = [column.header for column in table.columns]
-    assert titles == ["ratio", "tokens", "s / step", "speed-up", "PSNR", "SSIM"]
+    assert tuple(table.columns[0].cells) == names
+    assert titles == ["", "tokens", "s / step", "speed-up", "PSNR", "SSIM"]
     seconds, speedups = (list(table.columns[place].cells) for place in (2, 3))
     for step, speedup in zip(seconds, speedups, strict=True):
         assert float(seconds[0]) / float(step) == pytest.approx(float(speedup[:-1]), rel=0.05)

@@ -56,7 +56,7 @@ class Demo:
                 **asdict(self.sampling),
             )
         paths = self._save(comparison)
-        console.print(_table(comparison.rows), soft_wrap=False)
+        console.print(_table(comparison.rows, comparison.titles), soft_wrap=False)
         if each[0].reuse is None and not each[0].coarse:
             console.print("s / step: the median of one call of the model; the ratios take turns.")
         else:
@@ -69,7 +69,7 @@ class Demo:
         for path, words in paths.items():
             console.print(f"  {path}  {words}")
         console.print(
-            "Your own model: tomesd generate --model PATH_OR_HUB_ID --prompt '...' --ratio 0.5"
+            "Your own model: tomesd generate --model PATH_OR_HUB_ID --prompt '...' --preset fast"
         )
 
     def _save(self, comparison: "ImageComparison") -> dict[Path, str]:
@@ -94,16 +94,16 @@ def _is_empty(folder: Path) -> bool:
     return folder.is_dir() and not any(folder.iterdir())
 
 
-def _table(rows: "tuple[RatioSummary, ...]") -> Table:
+def _table(rows: "tuple[RatioSummary, ...]", names: tuple[str, ...]) -> Table:
     table = Table()
-    titles = ["ratio", "tokens", "s / step", "speed-up", "PSNR", "SSIM"]
+    titles = ["", "tokens", "s / step", "speed-up", "PSNR", "SSIM"]
     measured = all(row.peak_mib is not None for row in rows)  # not on a CPU
     for title in [*titles, *(["peak MiB"] if measured else [])]:
         table.add_column(title, justify="right")
     base = rows[0].step_seconds
-    for row in rows:
+    for row, name in zip(rows, names, strict=True):
         cells = [
-            f"{row.ratio:g}",
+            name,
             str(row.tokens),
             f"{row.step_seconds:.3f}",
             f"{base / row.step_seconds:.2f}x",

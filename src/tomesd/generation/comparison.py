@@ -51,6 +51,8 @@ class RatioSummary:
 class ImageComparison:
     prompts: tuple[str, ...]
     ratios: tuple[float, ...]
+    titles: tuple[str, ...]
+    """What each ratio is called."""
     images: tuple[tuple[Image.Image, ...], ...]
     """One row per prompt, one image per ratio."""
     rows: tuple[RatioSummary, ...]
@@ -61,8 +63,7 @@ class ImageComparison:
     def grid(self, difference: float = 0.5) -> Image.Image:
         """All images, and the difference between the unmerged ones and those at one ratio."""
         column = self.ratios.index(difference, 1)
-        titles = [_title(number, ratio) for number, ratio in enumerate(self.ratios)]
-        titles.append(f"|unmerged - {difference:g}| x{_AMPLIFY}")
+        titles = [*self.titles, f"|unmerged - {self.titles[column]}| x{_AMPLIFY}"]
         rows = [[*images, _difference(images[0], images[column])] for images in self.images]
         return label_grid(rows, titles, list(self.prompts))
 
@@ -71,7 +72,7 @@ class ImageComparison:
         ratio = _middle(self.ratios[1:])
         image = self.images[0][self.ratios.index(ratio, 1)]
         pictures = [image, *(draw_map(map, image) for map in self.maps)]
-        titles = [f"ratio {ratio:g}", *self.map_titles]
+        titles = [self.titles[self.ratios.index(ratio, 1)], *self.map_titles]
         side = max(picture.width for picture in pictures)
         pictures = [p.resize((side, side * p.height // p.width)) for p in pictures]
         return label_grid([pictures], titles, [self.prompts[0]])
@@ -100,7 +101,7 @@ def compare(
     samples: list[list[Sample]] = [[] for _ in prompts]
     by_step: list[list[MergeMap]] = []
     for number, (prompt, merge) in enumerate(itertools.product(prompts, each)):
-        words = f"{_title(number % len(each), merge.ratio)}: {prompt}"
+        words = f"{_title(number % len(each), merge)}: {prompt}"
 
         def on_step(done: int, words: str = words, before: int = number * steps) -> None:
             on_progress(words, before + done, total)
@@ -124,7 +125,8 @@ def compare(
     shown = three_steps(len(by_step)) if any(by_step) else ()
     maps = tuple(map_at(by_step, step) for step in shown)
     titles = tuple(map_title(map, step) for map, step in zip(maps, shown, strict=True))
-    return ImageComparison(tuple(prompts), ratios, images, rows, maps, titles)
+    named = tuple(_title(number, merge) for number, merge in enumerate(each))
+    return ImageComparison(tuple(prompts), ratios, named, images, rows, maps, titles)
 
 
 @contextmanager
@@ -189,9 +191,13 @@ def _summaries(
     )
 
 
-def _title(number: int, ratio: float) -> str:
+def _title(number: int, settings: Settings) -> str:
     """Of a column; the first one is unmerged."""
-    return "unmerged" if number == 0 else f"ratio {ratio:g}"
+    if number == 0:
+        return "unmerged"
+    named = ["ratio"] if settings.ratio > 0 else []
+    named += [name for name in ("coarse", "reuse") if getattr(settings, name)]
+    return ", ".join(f"{name} {getattr(settings, name):g}" for name in named or ["ratio"])
 
 
 def _middle(ratios: Sequence[float]) -> float:

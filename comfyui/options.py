@@ -34,7 +34,7 @@ _MORE = (
     *("selector", "metric", "share", "refresh", "window", "sx", "sy", "st", "use_rand"),
     *("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"),
     *("reference_ratio", "schedule", "ratio_end", "tau", "protect", "protect_share"),
-    *("depth_from", "depth_to", "backend", "reuse", "reuse_start", "extrapolate"),
+    *("depth_from", "depth_to", "backend", "reuse", "reuse_start", "reuse_within", "extrapolate"),
 )
 _DEPTH = ("depth_from", "depth_to")
 _YES_NO = ("yes", "no")

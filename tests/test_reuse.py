@@ -181,6 +181,16 @@ def test_steps_are_told_apart_by_their_times() -> None:
     assert {enter(5, (3, 16)).partition(" ")[0] for _ in range(40)} == set("01234567")
 
 
+@pytest.mark.parametrize(("count", "longest"), [(28, 3), (20, 3), (10, 1), (8, 1), (4, 0)])
+def test_results_are_used_for_a_part_of_the_way(count: int, longest: int) -> None:
+    steps, run, runs = Steps(), 0, []
+    for number in range(count):
+        steps.enter(-number, number / count, (1,))
+        run = run + 1 if steps.moment(4, True, within=0.15).reuses else 0
+        runs.append(run)
+    assert max(runs) == longest
+
+
 SCHEDULERS = {
     "flow": (FlowMatchEulerDiscreteScheduler, {"shift": 3.0}),
     "flow, bfloat16": (FlowMatchEulerDiscreteScheduler, {"shift": 3.0}),
@@ -341,8 +351,8 @@ def test_it_is_described() -> None:
     [
         # Of ten steps: w is whole, c is coarse, - is left out.
         ("quality", "www-w-w-ww"),
-        ("balanced", "www--w--ww"),
-        ("fast", "ccccw---ww"),
+        ("balanced", "www-w-w-ww"),
+        ("fast", "ccccw-w-ww"),
     ],
 )
 def test_presets_of_transformers_leave_steps_out(preset: Any, expected: str) -> None:

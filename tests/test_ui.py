@@ -364,7 +364,8 @@ def test_both_images_are_shown_and_compared(page: Any) -> None:
     assert all(words in table for words in ("unmerged", "Peak memory", "Tokens"))
     page.click("#lines button")
     page.wait_for_selector("#command >> text=tomesd generate")
-    assert "tomesd.apply_patch(pipe, seed=11, when='always')" in page.inner_text("#python")
+    line = "tomesd.apply_patch(pipe, ratio=0.5, seed=11, when='always')"
+    assert line in page.inner_text("#python")
     assert "--seed 11" in page.inner_text("#command")
 
 

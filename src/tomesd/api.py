@@ -67,6 +67,7 @@ def apply_patch(
     tau: float | None = DEFAULT,
     reuse: int | None = DEFAULT,
     reuse_start: float | None = DEFAULT,
+    reuse_within: float | None = DEFAULT,
     extrapolate: bool = DEFAULT,
     coarse: float | None = DEFAULT,
     level_ratios: Mapping[int, float] | None = DEFAULT,

@@ -194,6 +194,10 @@ class Settings:
     """With `reuse`: the progress from which on steps are left out. `None` is 0 on UNets, and 0.5 on
     transformers."""
 
+    reuse_within: float | None = None
+    """With `reuse`: use a result for at most this part of the way, however few steps there are.
+    `None` sets no limit; the presets set 0.15, so that of four steps none is left out."""
+
     extrapolate: bool = False
     """With `reuse`: carry on how the last two results differed, instead of using the last one."""
 
@@ -233,7 +237,7 @@ class Settings:
             raise ValueError(f"schedule={self.schedule!r}: needs ratio_end")
         if not isinstance(self.schedule, str) and self.ratio_end is not None:
             raise ValueError("ratio_end: needs schedule='linear' or 'cosine'")
-        for name in ("reuse_start", "extrapolate") if self.reuse is None else ():
+        for name in ("reuse_start", "reuse_within", "extrapolate") if self.reuse is None else ():
             if (value := getattr(self, name)) not in (None, False):
                 raise ValueError(f"{name}={value!r}: needs reuse")
         start, end = self.span
@@ -436,7 +440,8 @@ _PROTECT = _Allowed("'guidance' or a tensor [h, w] or [b, h, w]", (str, AnyTenso
 _ALLOWED = {
     name: allowed
     for names, allowed in (
-        ("ratio ratio_end reference_ratio start end tau protect_share reuse_start coarse", _SHARE),
+        ("ratio ratio_end reference_ratio start end tau protect_share coarse", _SHARE),
+        ("reuse_start reuse_within", _SHARE),
         (
             "use_rand merge_attn merge_crossattn merge_mlp proportional extrapolate",
             _Allowed("a bool", bool),

@@ -9,7 +9,7 @@ _MOST_CALLS = 8
 """At one time, for one image: more are other images, such as those of models that take one step."""
 
 _ROUNDING = 0.02
-"""Of the length of a step: times of half precision."""
+"""Of a part of the way: times may be of half precision."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Steps(threading.local):
     number: int = 0
     """Of the step in the image."""
     nth: int = 0
-    ran: dict[int, int] = field(default_factory=dict)
-    """The last step that ran regions, for the first, second ... call of each step."""
+    ran: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """The last step that ran regions, and its progress, by the first, second ... call of a step."""
     size: tuple[int, ...] = ()
     """Of the latents, items first."""
 
@@ -63,18 +63,23 @@ class Steps(threading.local):
         """Makes the next call the first one of an image."""
         self.time, self.ran = float("-inf"), {}
 
-    def moment(self, every: int, started: bool) -> Moment:
+    def moment(self, every: int, started: bool, within: float | None = None) -> Moment:
         """What the call does, if regions run at every so many steps once this has started.
 
         They run at the last step too, which nothing after it could mend.
+
+        Args:
+            within: the part of the way for which a result is used at most.
         """
         last = self.ran.get(self.nth)
-        reuses = started and last is not None and self.number - last < every and not self.ends
+        reuses = started and last is not None and self.number - last[0] < every and not self.ends
+        if reuses and last is not None and within is not None:
+            reuses = self.progress - last[1] < within + _ROUNDING * within
         if not reuses:
-            self.ran[self.nth] = self.number
+            self.ran[self.nth] = self.number, self.progress
         return Moment(self.nth, reuses, last is None)
 
     @property
     def reused(self) -> bool:
         """Whether the last step left regions out."""
-        return bool(self.ran) and self.number not in self.ran.values()
+        return bool(self.ran) and all(number != self.number for number, _ in self.ran.values())

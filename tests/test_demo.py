@@ -123,6 +123,7 @@ def test_presets_that_merge_nothing_are_compared_with_unmerged_images(tmp_path: 
     assert run(["demo", *SMALL, *preset, "--out", str(tmp_path)]) == 0
     base, fast = rows(tmp_path)
     assert base["psnr"] is None and 8 < fast["psnr"] < 40
+    assert {path.name for path in tmp_path.iterdir()} == {"comparison.png", "results.jsonl"}
 
 
 def test_ratio_zero_is_the_unpatched_pipeline() -> None:

@@ -80,14 +80,14 @@ class Demo:
         middle = min(comparison.ratios[1:], key=lambda ratio: abs(ratio - 0.5))
         grid, overlay = out / "comparison.png", out / "merged_tokens.png"
         save_image(comparison.grid(difference=middle), grid)
-        save_image(comparison.overlay(), overlay)
+        written = {grid: "the images side by side, and where they differ"}
+        overlay.unlink(missing_ok=True)  # of a run before this one
+        if comparison.maps:
+            save_image(comparison.overlay(), overlay)
+            written[overlay] = "which tokens were merged, early, midway and late"
         rows = out / "results.jsonl"
         write_text(rows, json_lines(asdict(row) for row in comparison.rows))
-        return {
-            grid: "the images side by side, and where they differ",
-            overlay: "which tokens were merged, early, midway and late",
-            rows: "the table",
-        }
+        return {**written, rows: "the table"}
 
 
 def _is_empty(folder: Path) -> bool:

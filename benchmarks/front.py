@@ -121,7 +121,10 @@ class Model:
     def changed(self, way: Way, steps: int) -> Iterator[Any]:
         """The model that makes images in this way."""
         model = denoiser(self.pipe)
-        if way.cache:
+        if way.cache == "deep":
+            with front_caches.deep_cache(self.pipe, way.options):
+                yield model
+        elif way.cache:
             model = copy.deepcopy(model)  # hooks leave traces in the modules they were on
             told = self.encode(tomesd_demo_model.held_out_captions()[:8])
 
@@ -156,7 +159,7 @@ def make(model: Model, way: Way, count: int, args: argparse.Namespace) -> tuple[
                 start = clock(model.device)
                 latents = model.loop(changed, told, noise, steps)
                 seconds.append((clock(model.device) - start) / len(seeds))
-                if way.cache:
+                if way.cache and way.cache != "deep":
                     changed._reset_stateful_cache()
                 images.append(model.decode(latents))
         tokens = None if model.is_unet else counted[0] / count

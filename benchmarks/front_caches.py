@@ -1,4 +1,4 @@
-"""The caches of diffusers that front.py compares with, and a count of what blocks compute."""
+"""The caches that front.py compares with, and a count of what blocks compute."""
 
 import ast
 import functools
@@ -29,6 +29,20 @@ def config(
         return TaylorSeerCacheConfig(use_lite_mode=True, **options)
     measured = magnitudes(model, steps, calibrate)
     return MagCacheConfig(mag_ratios=measured, num_inference_steps=steps, **options)
+
+
+@contextmanager
+def deep_cache(pipe: Any, options: dict[str, Any]) -> Iterator[None]:
+    """A UNet with DeepCache, of the package of that name (not installed with the others)."""
+    from DeepCache import DeepCacheSDHelper
+
+    helper = DeepCacheSDHelper(pipe)
+    helper.set_params(**options)
+    helper.enable()
+    try:
+        yield
+    finally:
+        helper.disable()
 
 
 def magnitudes(model: Any, steps: int, calibrate: Callable[[Any], None]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Peak memory of the top level of Stable Diffusion 1.5 on the CPU: the memory table of README.md.
+"""Peak memory of the top level of Stable Diffusion 1.5 on the CPU, for docs/performance.md.
 
     python benchmarks/memory_cpu.py --original FOLDER
 
@@ -17,23 +17,20 @@ from pathlib import Path
 
 import diffusers
 import torch
-from rows import RESULTS
+from common import RESULTS
 
 from tomesd import Settings
 from tomesd.bench import Contender, RowFile
 
-LIBRARIES = {"unpatched": "none", "tomesd": "tomesd", "original": "tomesd 0.1.3"}
+HALF = {
+    "attention": Settings(ratio=0.5),
+    "everything": Settings(ratio=0.5, merge_crossattn=True, merge_mlp=True),
+}
+LIBRARIES = {"tomesd": "tomesd", "original": "tomesd 0.1.3"}
 
 
-def cases(original: str) -> dict[Contender, str]:
-    """What is merged, by variant."""
-    half = Settings(ratio=0.5)
-    everything = Settings(ratio=0.5, merge_crossattn=True, merge_mlp=True)
-    found = {Contender("unpatched"): "unpatched"}
-    for merged, settings in {"attention": half, "everything": everything}.items():
-        found[Contender("tomesd", settings)] = merged
-        found[Contender("original", settings, folder=original)] = merged
-    return found
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 @torch.inference_mode()
@@ -41,21 +38,16 @@ def growth_mib(variant: Contender, side: int) -> int:
     """MiB that one call adds to the peak of this process."""
     torch.manual_seed(0)
     unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(320,),
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D",),
-        up_block_types=("UpBlock2D",),
-        mid_block_type=None,
-        cross_attention_dim=768,
-        attention_head_dim=8,
+        **{"block_out_channels": (320,), "layers_per_block": 1, "mid_block_type": None},
+        **{"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("UpBlock2D",)},
+        **{"cross_attention_dim": 768, "attention_head_dim": 8},
     ).eval()
     text = torch.randn(1, 77, 768)
     variant.apply(unet)
     unet(torch.randn(1, 4, 16, 16), torch.tensor(500), text)  # loads the code it needs
-    latent = torch.randn(1, 4, side, side)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    latent, before = torch.randn(1, 4, side, side), peak_mib()
     unet(latent, torch.tensor(500), text)
-    return round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    return round(peak_mib() - before)
 
 
 def main() -> None:
@@ -67,14 +59,17 @@ def main() -> None:
     # Tensors get pages of their own, which go back when they are freed, and the matrix library
     # keeps no buffers: the resident memory is then what is in use, and not what is kept for later.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
+    variants = {("unpatched", "none"): Contender("unpatched")}
+    for merged, settings in HALF.items():
+        for kind, library in LIBRARIES.items():
+            variants[merged, library] = Contender(kind, settings, folder=args.original)
     file = RowFile(args.out, torch.device("cpu"))
     for side in args.sides:
-        for variant, merged in cases(args.original).items():
+        for (merged, library), variant in variants.items():
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 mib = process.submit(growth_mib, variant, side).result()
             row = {"benchmark": "memory_cpu", "grid": f"{side}x{side}", "merged": merged}
-            row |= {"library": LIBRARIES[variant.kind], "forward_mib": mib}
-            print(file.add(row), flush=True)
+            print(file.add({**row, "library": library, "forward_mib": mib}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""What the benchmarks share: where rows go, and how a few calls are compared."""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from tomesd.bench import Effort
+from tomesd.bench.measure import Timing, attempt, take_turns, time_calls, time_launches
+from tomesd.bench.rows import Row
+
+RESULTS = Path(__file__).parent / "results"
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Arguments(argparse.ArgumentParser):
+    """The command line of a benchmark, with what several have in common."""
+
+    def __init__(self, doc: str | None, *, device: str = "cuda") -> None:
+        super().__init__(description=(doc or "").splitlines()[0])
+        self.add_argument("--device", default=device)
+        self.add_argument("--budget", type=float, default=1e9, help="seconds until nothing begins")
+        self.add_argument("--commit", help="of the sources, where there is no git")
+
+    def read(self, arguments: list[str] | None) -> argparse.Namespace:
+        """What was given, and as `spent` a function that returns the seconds since."""
+        args, start = self.parse_args(arguments), time.monotonic()
+        args.spent = lambda: time.monotonic() - start
+        if args.commit:
+            os.environ["TOMESD_COMMIT"] = args.commit
+        return args
+
+
+@dataclass
+class Ready:
+    """Something warm, to be timed."""
+
+    call: Callable[[], Any]
+    row: Row = field(default_factory=dict)
+    """What is known of it already."""
+
+
+@torch.no_grad()
+def compare(
+    makers: Mapping[Key, Callable[[], Ready]],
+    device: torch.device,
+    effort: Effort | None,
+) -> dict[Key, Row]:
+    """Makes all ready, then lets them take turns; what fails is a result like any other.
+
+    Args:
+        effort: None to make one call of each.
+    """
+    rows: dict[Key, Row] = {}
+    ready: dict[Key, Ready] = {}
+    for key, make in makers.items():
+        outcome = attempt(make, device)
+        if isinstance(outcome, str):
+            rows[key] = {"seconds": None, "error": outcome}
+        else:
+            ready[key], rows[key] = outcome, {**outcome.row, "error": None}
+    timers = {key: partial(time_calls, one.call, device=device) for key, one in ready.items()}
+
+    def time_all() -> dict[Key, Row]:
+        if effort is None:
+            return {key: Timing(1, [timer(1)]).row() for key, timer in timers.items()}
+        timings = take_turns(timers, effort)
+        hosts = {key: time_launches(one.call, device) for key, one in ready.items()}
+        return {key: {**timings[key].row(), "host_seconds": hosts[key]} for key in ready}
+
+    found = attempt(time_all, device)
+    for key in ready:
+        rows[key] |= {"seconds": None, "error": found} if isinstance(found, str) else found[key]
+    return rows

@@ -1,6 +1,6 @@
 """How the cost of matching grows with the tokens: time and memory of making one plan.
 
-Nothing is merged with it. Tokens are random. Plans are replayed as CUDA graphs where there is a GPU.
+Nothing is merged with it. Tokens are random. On a GPU, plans are replayed as CUDA graphs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import Ready, compare
+from common import Ready, compare, replayed
 from torch import Tensor
 
 from tomesd import Settings
 from tomesd.bench import Effort, load_original
 from tomesd.bench.measure import free_memory
-from tomesd.bench.modes import EAGER, GRAPH, Graph
+from tomesd.bench.modes import EAGER, GRAPH
 from tomesd.bench.rows import Row
 from tomesd.generation.memory import MemoryProbe
 from tomesd.grids import removable
@@ -70,20 +70,11 @@ def volume_rows(device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
                     yield {**row, "frames": grid[0], "settings": {"ratio": RATIO, "st": st}}
 
 
-class Again:
-    """What a CUDA graph can be made of; nothing changes between two calls."""
-
-    def __init__(self, run: Callable[[], Any]):
-        self.run = run
-
-    def advance(self) -> None: ...
-
-
 def plan_rows(grid: tuple[int, int, int], x: Tensor, makers: Makers) -> Iterator[Row]:
     def prepare(make: Callable[[], Any]) -> Ready:
         make()
         peak = MemoryProbe(x.device).peak_mib(make)
-        return Ready(Graph(Again(make), x.device) if x.is_cuda else make, {"peak_mib": peak})
+        return Ready(replayed(make, x.device), {"peak_mib": peak})
 
     effort = Effort(seconds=0.5, min_repeats=3, sample_seconds=0.02)
     ready = {label: partial(prepare, make) for label, make in makers.items()}

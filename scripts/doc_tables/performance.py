@@ -80,8 +80,7 @@ def columns(labels: Iterable[str] | Mapping[str, str], cell: Callable[..., str])
 
 def section(name: str, *parts: Columns) -> Callable[[Results], Table]:
     """A table with a line for each setting of a section."""
-    merged = {title: cell for part in parts for title, cell in part.items()}
-    return lambda results: Table.of(results.settings(name), merged)
+    return lambda results: Table.of(results.settings(name), *parts)
 
 
 def transformers(results: Results) -> Table:
@@ -89,18 +88,14 @@ def transformers(results: Results) -> Table:
     found = results.settings("transformers")
     found.sort(key=lambda one: [*MODES].index(one.first["mode"]))
     bounded = any(one.find("free") for one in found)
-    header, lines = ["one call of the model, ms", "unpatched"], []
-    for title in RATIOS.values():
-        header += [title, "bound", "recovered"] if bounded else [title]
-    for one in found:
-        line = [one.first["setting"] + MODES[one.first["mode"]]]
-        line.append(steady_gain(one, one.find("unpatched")))
-        for ratio in RATIOS:
-            row = one.find(f"ratio {ratio}")
-            line.append(steady_gain(one, row))
-            line += [time(one, one.find(f"bound {ratio}")), share(one, row)] if bounded else []
-        lines.append([*line, more_memory(one)] if bounded else line)
-    return Table([*header, "memory with half"] if bounded else header, lines, rows_of(found))
+    name = {"one call of the model, ms": lambda o: o.first["setting"] + MODES[o.first["mode"]]}
+    parts = [name, columns(["unpatched"], steady_gain)]
+    for ratio, title in RATIOS.items():
+        parts.append(columns({f"ratio {ratio}": title}, steady_gain))
+        if bounded:
+            parts.append(columns({f"bound {ratio}": "bound"}, time))
+            parts.append(columns({f"ratio {ratio}": "recovered"}, share))
+    return Table.of(found, *parts, {"memory with half": more_memory} if bounded else {})
 
 
 def more_memory(found: Comparison) -> str:
@@ -129,12 +124,19 @@ def speed(results: Results) -> Table:
     """A step replayed as a CUDA graph, as it is and compiled; defaults but for what rows say."""
     found, compiled = results.settings("graph"), results.settings("compile", "compile-autotune")
     tuned = {one.first["setting"]: one for one in compiled}
-    names = {"unpatched": "unpatched", "original": ORIGINAL, EVERY_BLOCK: OURS}
-    cells = {"one step of, ms": "{setting}", **columns(names, gain)}
-    for label, title in {"unpatched": "compiled", EVERY_BLOCK: f"compiled, {OURS}"}.items():
-        [cell] = columns([label], gain).values()
-        cells[title] = lambda one, cell=cell: cell(tuned[one.first["setting"]])
-    return Table.of(found, cells, rows_of([*found, *compiled]))
+
+    def tuned_gain(label: str) -> Callable[[Comparison], str]:
+        return lambda one: gain(
+            tuned[one.first["setting"]], tuned[one.first["setting"]].find(label)
+        )
+
+    return Table.of(
+        found,
+        {"one step of, ms": "{setting}"},
+        columns({"unpatched": "unpatched", "original": ORIGINAL, EVERY_BLOCK: OURS}, gain),
+        {"compiled": tuned_gain("unpatched"), f"compiled, {OURS}": tuned_gain(EVERY_BLOCK)},
+        rows=rows_of([*found, *compiled]),
+    )
 
 
 def compiled(results: Results) -> Table:
@@ -142,10 +144,9 @@ def compiled(results: Results) -> Table:
     found = results.settings("compile")
     found.sort(key=lambda one: order.index(one.first["setting"]))
     found.sort(key=lambda one: [*COMPILED].index(one.first["mode"]))
-    labels = {label: f"with {label}" for label in (EVERY_BLOCK, IF_FASTER, STACKS)}
     mode = {"mode": lambda one: COMPILED[one.first["mode"]]}
-    labels = {"unpatched": "compiled", **labels}
-    return Table.of(found, {**SETTING, **mode, **columns(labels, steady_gain)})
+    labels = {label: f"with {label}" for label in (EVERY_BLOCK, IF_FASTER, STACKS)}
+    return Table.of(found, SETTING, mode, columns({"unpatched": "compiled", **labels}, steady_gain))
 
 
 def by_ratio(found: Comparison) -> list[tuple[float, list[Row | None]]]:
@@ -188,7 +189,7 @@ def matching(results: Results) -> Table:
     cells = columns({label: f"{title}: ms" for label, title in MATCHING.items()}, time)
     more = columns({label: f"{title}: MiB" for label, title in MATCHING.items()}, memory)
     found = results.settings("matching", "graph")
-    return Table.of(found, {"tokens": "{tokens:,}", **cells, **more})
+    return Table.of(found, {"tokens": "{tokens:,}"}, cells, more)
 
 
 def sharing(results: Results) -> Table:

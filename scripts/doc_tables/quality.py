@@ -69,27 +69,28 @@ def estimate(row: Row, name: str, digits: int, scale: float = 1.0) -> str:
 
 def scores(*titles: str, **digits: int) -> Columns:
     """Estimates, with other numbers of digits than usual for some titles."""
-    return {
-        title: lambda row, s=(name, digits.get(title, usual), scale): estimate(row, *s)
-        for title, (name, usual, scale) in ((title, SCORES[title]) for title in titles)
-    }
+
+    def cell(title: str) -> Callable[[Row], str]:
+        name, usual, scale = SCORES[title]
+        return lambda row: estimate(row, name, digits.get(title, usual), scale)
+
+    return {title: cell(title) for title in titles}
 
 
 def speeds(*titles: str) -> Columns:
     """Against unmerged images, with fused and with unfused attention."""
-
-    def cell(row: Row, speed: str) -> str:
-        return times(row.get(speed)) if row["settings"] else "1"
-
     titles = titles or tuple(f"speed-up, {name}" for name in SPEEDS.values())
-    pairs = zip(titles, SPEEDS, strict=True)
-    return {title: lambda row, speed=speed: cell(row, speed) for title, speed in pairs}
+    return {
+        title: lambda row, speed=speed: times(row.get(speed)) if row["settings"] else "1"
+        for title, speed in zip(titles, SPEEDS, strict=True)
+    }
 
 
-def named(title: str, rows: Mapping[str, Row], columns: Columns) -> Table:
+def named(title: str, rows: Mapping[str, Row], *parts: Columns) -> Table:
     """A table of rows with names of their own, in a first column of this title."""
-    found = [{**row, "name": name} for name, row in rows.items()]
-    return Table.of(found, {title: "{name}", **columns})
+    return Table.of(
+        [{**row, "name": name} for name, row in rows.items()], {title: "{name}"}, *parts
+    )
 
 
 def name_of(row: Row) -> str:
@@ -103,26 +104,20 @@ def paper_rows(results: Results) -> list[Row]:
 
 def paper(results: Results) -> Table:
     """Both libraries at the ratios of the paper."""
-    rows = paper_rows(results)
-    base = rows[0]
-
-    def time(row: Row) -> str:
-        share = "" if row is base else f" ({percent(1 / row[UNFUSED])})"
-        return f"{row['step_ms_unfused']:.2f} ms{share}"
-
-    def memory(row: Row) -> str:
-        share = "" if row is base else f" ({percent(row['mib_unfused'] / base['mib_unfused'])})"
-        return f"{row['mib_unfused']:.1f} MiB{share}"
-
-    columns: Columns = {
-        "r %": lambda row: f"{100 * row['settings'].get('ratio', 0):.0f}",
-        "": name_of,
-        **scores(*ALL),
-        "time, unfused": time,
-        "memory, unfused": memory,
-        "speed-up, fused": lambda row: "1" if row is base else estimate(row, FUSED, 2),
-    }
-    return Table.of(rows, columns)
+    base, *merged = paper_rows(results)
+    for row in (base, *merged):
+        row["r"] = f"{100 * row['settings'].get('ratio', 0):.0f}"
+        row["time"] = "" if row is base else f" ({percent(1 / row[UNFUSED])})"
+        share = row["mib_unfused"] / base["mib_unfused"]
+        row["memory"] = "" if row is base else f" ({percent(share)})"
+    return Table.of(
+        [base, *merged],
+        {"r %": "{r}", "": name_of},
+        scores(*ALL),
+        {"time, unfused": "{step_ms_unfused:.2f} ms{time}"},
+        {"memory, unfused": "{mib_unfused:.1f} MiB{memory}"},
+        {"speed-up, fused": lambda row: "1" if row is base else estimate(row, FUSED, 2)},
+    )
 
 
 def windows(results: Results) -> Table:
@@ -148,19 +143,19 @@ def front_rows(results: Results) -> list[Row]:
 
 
 def front(results: Results) -> Table:
-    label = {"": lambda row: row["label"].replace("0.1.3 ", f"{ORIGINAL}: ")}
-    columns = scores("LPIPS", "PSNR", "FID", "FID to unmerged", "KID x 1000")
-    return Table.of(front_rows(results), {**label, **columns, **speeds("speed-up", "unfused")})
+    return Table.of(
+        front_rows(results),
+        {"": lambda row: row["label"].replace("0.1.3 ", f"{ORIGINAL}: ")},
+        scores("LPIPS", "PSNR", "FID", "FID to unmerged", "KID x 1000"),
+        speeds("speed-up", "unfused"),
+    )
 
 
 def preset_quality(results: Results) -> Table:
     found = results.by_label("front")
-    rows = [
-        {**found[f"preset {name}"], "name": f"`{name}`", "options": options_of(options)}
-        for name, options in PRESETS.items()
-    ]
-    columns = {"preset": "{name}", "settings": "{options}", **speeds(), **scores("LPIPS", "FID")}
-    return Table.of(rows, columns)
+    rows = {f"`{name}`": {**found[f"preset {name}"], "preset": name} for name in PRESETS}
+    settings = {"settings": lambda row: options_of(PRESETS[row["preset"]])}
+    return named("preset", rows, settings, speeds(), scores("LPIPS", "FID"))
 
 
 def options_of(settings: Row) -> str:
@@ -184,8 +179,8 @@ def search(results: Results) -> Table:
         f"speed-up, {name}": lambda row, speed=speed: cell(row, speed)
         for speed, name in SPEEDS.items()
     }
-    columns = {"settings": "{label}", **scores("LPIPS", "PSNR"), **marked}
-    return Table.of(sorted(rows, key=lambda row: row["lpips"]), columns)
+    rows.sort(key=lambda row: row["lpips"])
+    return Table.of(rows, {"settings": "{label}"}, scores("LPIPS", "PSNR"), marked)
 
 
 def defaults(results: Results) -> Table:
@@ -197,22 +192,21 @@ def defaults(results: Results) -> Table:
         "`target='kv'`": found["kv 0.5"],
         "`target='kv'`, `proportional=True`": found["kv 0.5, proportional"],
     }
-    return named("`ratio=0.5`", rows, {**speeds(), **scores("LPIPS", "PSNR")})
+    return named("`ratio=0.5`", rows, speeds(), scores("LPIPS", "PSNR"))
 
 
 def ablation(group: str) -> Callable[[Results], Table]:
-    theirs = {"paper: FID": lambda row: FID_OF_PAPER.get(row["label"], "-")}
-    columns = {**theirs, **scores("FID", "FID to unmerged", "LPIPS", "PSNR")}
     return lambda results: Table.of(
         [row for row in results.quality("ablations") if row["setting"] == group],
-        {group: "{label}", **columns},
+        {group: "{label}", "paper: FID": lambda row: FID_OF_PAPER.get(row["label"], "-")},
+        scores("FID", "FID to unmerged", "LPIPS", "PSNR"),
     )
 
 
 def other_algorithms(results: Results) -> Table:
     """K-means, similarity to the mean token, a noise threshold."""
     rows = [row for row in results.quality("seed") if row["settings"]]
-    return Table.of(rows, {"": "{label}", **scores("LPIPS", "PSNR", "FID"), **speeds()})
+    return Table.of(rows, {"": "{label}"}, scores("LPIPS", "PSNR", "FID"), speeds())
 
 
 def tradeoff_rows(results: Results, model: str, pixels: int) -> list[Row]:
@@ -238,8 +232,8 @@ def tradeoffs(model: str, pixels: int) -> Callable[[Results], Table]:
         rows = tradeoff_rows(results, model, pixels)
         measured = [title for title in titles if any(has(row, SCORES[title][0]) for row in rows)]
         work = {"work": "{work:.2f}"} if any(has(row, "work") for row in rows) else {}
-        columns = {"": "{label}", "images": "{images}", **work, "speed-up": "{speedup:.2f}x"}
-        return Table.of(rows, {**columns, **scores(*measured, PSNR=1)})
+        first, speed = {"": "{label}", "images": "{images}"}, {"speed-up": "{speedup:.2f}x"}
+        return Table.of(rows, first, work, speed, scores(*measured, PSNR=1))
 
     return table
 
@@ -266,18 +260,16 @@ def readme(results: Results) -> Table:
 
     def on_sd(label: str) -> str:
         row = larger.find(label)
-        return "1" if label == "unpatched" else times(None if row is None else larger.speedup(row))
+        return times(None if row is None else larger.speedup(row))
 
-    rows = {
-        "unmerged": {**front["unmerged"], "on_sd": on_sd("unpatched")},
-        f"{ORIGINAL}, `ratio=0.5`": {**front["0.1.3 0.5"], "on_sd": on_sd("original")},
-        "`ratio=0.5`": {**paper["this library 0.5"], "on_sd": on_sd("default")},
-    }
+    rows = {"unmerged": {**front["unmerged"], "on_sd": "1"}}
+    rows[f"{ORIGINAL}, `ratio=0.5`"] = {**front["0.1.3 0.5"], "on_sd": on_sd("original")}
+    rows["`ratio=0.5`"] = {**paper["this library 0.5"], "on_sd": on_sd("default")}
     for name in PRESETS:
         rows[f'`preset="{name}"`'] = {**front[f"preset {name}"], "on_sd": on_sd(name)}
     digits = scores("FID", "LPIPS", "PSNR", FID=1, LPIPS=3, PSNR=1)
     speed = speeds("speed-up", "with unfused attention")
-    return named("", rows, {**digits, **speed, "of SD 1.5, 1024 px": "{on_sd}"})
+    return named("", rows, digits, speed, {"of SD 1.5, 1024 px": "{on_sd}"})
 
 
 TABLES: dict[str, Callable[[Results], Table]] = {

@@ -28,12 +28,13 @@ class Table:
 
     @classmethod
     def of(
-        cls, found: Iterable[Any], columns: Columns, rows: Sequence[Row] | None = None
+        cls, found: Iterable[Any], *parts: Columns, rows: Sequence[Row] | None = None
     ) -> "Table":
         """A line for each row, or for each comparison, that was found."""
         found = list(found)
-        lines = [[_cell(one, what) for what in columns.values()] for one in found]
-        return cls([*columns], lines, rows_of(found) if rows is None else rows)
+        titles, cells = zip(*(column for part in parts for column in part.items()), strict=True)
+        lines = [[_cell(one, what) for what in cells] for one in found]
+        return cls(titles, lines, rows_of(found) if rows is None else rows)
 
     def text(self, *, sources: bool) -> str:
         """In markdown, with a line on hardware, versions and commits if asked for.

@@ -4,7 +4,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,13 +39,8 @@ class Arguments(argparse.ArgumentParser):
         return args
 
 
-@dataclass
-class Ready:
-    """Something warm, to be timed."""
-
-    call: Callable[[], Any]
-    row: Row = field(default_factory=dict)
-    """What is known of it already."""
+Ready = tuple[Callable[[], Any], Row]
+"""Something warm to be timed, and what is known of it already."""
 
 
 def replayed(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
@@ -68,23 +62,24 @@ def compare(
         effort: None to make one call of each.
     """
     rows: dict[Key, Row] = {}
-    ready: dict[Key, Ready] = {}
+    calls: dict[Key, Callable[[], Any]] = {}
     for key, make in makers.items():
         outcome = attempt(make, device)
         if isinstance(outcome, str):
             rows[key] = {"seconds": None, "error": outcome}
         else:
-            ready[key], rows[key] = outcome, {**outcome.row, "error": None}
-    timers = {key: partial(time_calls, one.call, device=device) for key, one in ready.items()}
+            calls[key], known = outcome
+            rows[key] = {**known, "error": None}
+    timers = {key: partial(time_calls, call, device=device) for key, call in calls.items()}
 
     def time_all() -> dict[Key, Row]:
         if effort is None:
             return {key: Timing(1, [timer(1)]).row() for key, timer in timers.items()}
         timings = take_turns(timers, effort)
-        hosts = {key: time_launches(one.call, device) for key, one in ready.items()}
-        return {key: {**timings[key].row(), "host_seconds": hosts[key]} for key in ready}
+        hosts = {key: time_launches(call, device) for key, call in calls.items()}
+        return {key: {**timings[key].row(), "host_seconds": hosts[key]} for key in calls}
 
     found = attempt(time_all, device)
-    for key in ready:
+    for key in calls:
         rows[key] |= {"seconds": None, "error": found} if isinstance(found, str) else found[key]
     return rows

@@ -83,7 +83,7 @@ class Runner:
         if kind == OURS:
             self.patched = own
         captured = self.mode in (GRAPH, BLOCKS_GRAPH)
-        return Ready(Graph(step, self.device) if captured else step, row)
+        return Graph(step, self.device) if captured else step, row
 
     def first_look(self, step: Step, patch: Patch | None, probe: MemoryProbe) -> Row:
         """What is not a time of the step."""

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch import Tensor
 
 import tomesd
 from tomesd.bench import RowFile
+from tomesd.bench.measure import attempt
 from tomesd.bench.rows import Row
 from tomesd.generation.comparison import label_grid
 from tomesd.generation.loading import denoiser, load_pipeline
@@ -46,6 +48,8 @@ from tomesd.machine import synchronize
 
 SHOWN, COLUMNS = 256, 8
 """Side of the images on the sheet, and how many of them a row has."""
+TOLD = ("speedup", "work", "lpips", "kid", "kid_change")
+"""Fields of a row that are printed."""
 USUAL = {
     "transformer": {"pixels": 512, "steps": 28, "guidance": 4.0, "number": "bfloat16"},
     "unet": {"pixels": 256, "steps": 20, "guidance": 5.0, "number": "float16"},
@@ -167,10 +171,8 @@ def make(model: Model, way: Way, count: int, args: argparse.Namespace) -> tuple[
     # The last batch may be smaller, and the first one loads and tunes kernels.
     typical = statistics.median(seconds[:-1] if len(seconds) > 3 else seconds)
     took = {"steps": steps, "seconds_per_image": typical, "batch_seconds": seconds}
-    return torch.cat(images), {
-        **took,
-        "block_tokens": None if model.is_unet else counted[0] / count,
-    }
+    took["block_tokens"] = None if model.is_unet else counted[0] / count
+    return torch.cat(images), took
 
 
 def shrunk(images: Tensor) -> list[Image.Image]:
@@ -187,20 +189,21 @@ def run(args: argparse.Namespace) -> list[str]:
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = [way for way in WAYS[args.model] if re.search(args.rows, way.label)]
     problems, strips, base = [], {}, None
+
+    def made_and_judged(way: Way) -> tuple[Tensor, Row, Row, dict[str, Any]]:
+        images, took = make(model, way, max(1, round(way.share * args.images)), args)
+        return images, took, *judge.scores(images)
+
     for number, way in enumerate([Way("unmerged", "unmerged"), *chosen]):
-        if args.spent() > args.budget:
-            problems.append(f"{way.label}: no time left")
-            continue
-        try:
-            images, took = make(model, way, max(1, round(way.share * args.images)), args)
-            scores, kept = judge.scores(images)
-        except Exception as error:
-            if base is None:
-                raise
-            # The other rows can do without this one.
-            problems.append(f"{way.label}: {type(error).__name__}: {error}")
+        late = args.spent() > args.budget
+        outcome = "no time left" if late else attempt(partial(made_and_judged, way), model.device)
+        if isinstance(outcome, str):  # the other rows can do without this one
+            problems.append(f"{way.label}: {outcome}")
             print(problems[-1], flush=True)
+            if base is None:
+                break
             continue
+        images, took, scores, kept = outcome
         base = base or took
         row = {**identity(way, model, args), "images": len(images), **took, **scores}
         row["speedup"] = base["seconds_per_image"] / took["seconds_per_image"]
@@ -208,12 +211,12 @@ def run(args: argparse.Namespace) -> list[str]:
         file.add(row)
         np.savez(args.out / f"{number:02d}-{re.sub(r'[^A-Za-z0-9.]+', '-', way.label)}.npz", **kept)
         strips[way.label] = shrunk(images)
-        told = {name: row.get(name) for name in ("speedup", "work", "lpips", "kid", "kid_change")}
-        told = {name: round(value, 4) for name, value in told.items() if value is not None}
-        print(f"{args.spent():4.0f} s  {way.label}: {told}", flush=True)
-        del images
-    sheet = label_grid([*strips.values()], [""] * COLUMNS, [*strips])
-    sheet.save(args.out / "sheet.jpg", quality=85)
+        told = [f"{name} {row[name]:.4g}" for name in TOLD if row.get(name) is not None]
+        print(f"{args.spent():4.0f} s  {way.label}: {', '.join(told)}", flush=True)
+        del images, outcome
+    if strips:
+        sheet = label_grid([*strips.values()], [""] * COLUMNS, [*strips])
+        sheet.save(args.out / "sheet.jpg", quality=85)
     return problems
 
 

@@ -70,7 +70,7 @@ def main() -> None:
         def prepare(ratio: float, pipe: Any = pipe, run: Any = run) -> Ready:
             settings = second_pass(pipe, Settings(ratio=ratio), STRENGTH)
             call = tomesd.patched(pipe, **asdict(settings))(run)
-            return Ready(call, {"peak_mib": MemoryProbe(device).peak_mib(call)})
+            return call, {"peak_mib": MemoryProbe(device).peak_mib(call)}
 
         makers = {ratio: partial(prepare, ratio) for ratio in (0.0, 0.5)}
         for ratio, found in compare(makers, device, Effort(seconds=0, min_repeats=3)).items():

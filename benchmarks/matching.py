@@ -74,7 +74,7 @@ def plan_rows(grid: tuple[int, int, int], x: Tensor, makers: Makers) -> Iterator
     def prepare(make: Callable[[], Any]) -> Ready:
         make()
         peak = MemoryProbe(x.device).peak_mib(make)
-        return Ready(replayed(make, x.device), {"peak_mib": peak})
+        return replayed(make, x.device), {"peak_mib": peak}
 
     effort = Effort(seconds=0.5, min_repeats=3, sample_seconds=0.02)
     ready = {label: partial(prepare, make) for label, make in makers.items()}

@@ -29,16 +29,8 @@ from tomesd.bench.calls import random_inputs
 from tomesd.bench.measure import attempt, take_turns, time_calls
 from tomesd.bench.models import shared_copy
 from tomesd.bench.rows import Row, read_rows
-from tomesd.evaluation import (
-    Judges,
-    Reference,
-    Run,
-    Variant,
-    define,
-    evaluate,
-    load_prompts,
-    make_items,
-)
+from tomesd.evaluation import Judges, Reference, Run, Variant, define, evaluate
+from tomesd.evaluation.prompts import load_prompts, make_items
 from tomesd.generation import load_pipeline
 from tomesd.generation.loading import pick_device
 from tomesd.generation.memory import MemoryProbe

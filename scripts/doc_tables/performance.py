@@ -35,7 +35,7 @@ SHARES["original"] = "0.1.3"
 SETTING = {"setting": "{setting}"}
 SIZE = {"size": "{width} px", "images": "{images}", "mode": "{mode}"}
 
-# What a cell says of a row, or of there being none, in a comparison.
+# What a cell says of a row in a comparison, or of there being none.
 
 
 def time(_: Comparison, row: Row | None) -> str:
@@ -48,20 +48,19 @@ def memory(found: Comparison, row: Row | None) -> str:
     return time(found, row) if failed else f"{row['peak_mib']:,.0f}"
 
 
-def gain(found: Comparison, row: Row | None, *, spread: bool = False) -> str:
-    """Milliseconds, with their spread if asked for, and how many times as fast as unpatched."""
+def gain(found: Comparison, row: Row | None, spread: str = "") -> str:
+    """Milliseconds, and how many times as fast as unpatched."""
     cell = time(found, row)
-    if row is None or row["seconds"] is None:
-        return cell
-    cell += f" ± {1000 * row['spread']:.1f}" if spread else ""
-    if row["variant"] == "unpatched":
-        return cell
+    if row is None or row["seconds"] is None or row["variant"] == "unpatched":
+        return cell + spread
     alone = ", left alone" if row.get("left_alone") else ""
-    return f"{cell} ({times(found.speedup(row))}{alone})"
+    return f"{cell}{spread} ({times(found.speedup(row))}{alone})"
 
 
 def steady_gain(found: Comparison, row: Row | None) -> str:
-    return gain(found, row, spread=True)
+    """The same, with the spread of the milliseconds."""
+    failed = row is None or row["seconds"] is None
+    return gain(found, row, "" if failed else f" ± {1000 * row['spread']:.1f}")
 
 
 def share(found: Comparison, row: Row | None) -> str:
@@ -100,10 +99,10 @@ def transformers(results: Results) -> Table:
 
 def more_memory(found: Comparison) -> str:
     """What a call needs besides the weights, unpatched and with half of the tokens."""
-    rows = [found.find(label) for label in ("unpatched", "ratio 0.5")]
-    if any(row is None or row.get("peak_mib") is None for row in rows):
+    rows = (found.find(label) or {} for label in ("unpatched", "ratio 0.5"))
+    before, after = (row.get("peak_mib") for row in rows)
+    if before is None or after is None:
         return "-"
-    before, after = (row["peak_mib"] for row in rows if row is not None)
     return f"{after:,.0f} MiB ({times(after / before)})"
 
 
@@ -185,30 +184,18 @@ def cpu(results: Results) -> Table:
     return Table(["ratio", ORIGINAL, OURS], lines, list(found))
 
 
-def matching(results: Results) -> Table:
-    cells = columns({label: f"{title}: ms" for label, title in MATCHING.items()}, time)
-    more = columns({label: f"{title}: MiB" for label, title in MATCHING.items()}, memory)
-    found = results.settings("matching", "graph")
-    return Table.of(found, {"tokens": "{tokens:,}"}, cells, more)
-
-
 def sharing(results: Results) -> Table:
     """Ways to save matching, and what they do to images."""
-
-    def matching(row: Row) -> str:
-        name = ORIGINAL if row["variant"] == "original" else row["variant"]
-        return name + (", not random" if row["settings"].get("use_rand") is False else "")
-
-    layers = {"all": "everything, levels 1-4"}
-    columns = {
-        "ratio": "{ratio:g}",
-        "merged": lambda row: layers.get(row["layers"], "self-attention, level 1"),
-        "matching": matching,
-        "PSNR": "{psnr:.2f}",
-        "SSIM": "{ssim:.3f}",
-        "PSNR to 0.1.3's, image by image": "{psnr_gain:+.2f} ± {psnr_gain_ci95:.2f}",
-    }
-    return Table.of([row for row in results.file("sharing") if "psnr" in row], columns)
+    rows = [row for row in results.file("sharing") if "psnr" in row]
+    merged = {"all": "everything, levels 1-4"}
+    for row in rows:
+        row["merged"] = merged.get(row["layers"], "self-attention, level 1")
+        row["matching"] = ORIGINAL if row["variant"] == "original" else row["variant"]
+        if row["settings"].get("use_rand") is False:
+            row["matching"] += ", not random"
+    first = {"ratio": "{ratio:g}", "merged": "{merged}", "matching": "{matching}"}
+    gain = {"PSNR to 0.1.3's, image by image": "{psnr_gain:+.2f} ± {psnr_gain_ci95:.2f}"}
+    return Table.of(rows, {**first, "PSNR": "{psnr:.2f}", "SSIM": "{ssim:.3f}", **gain})
 
 
 def demo(results: Results) -> Table:
@@ -240,27 +227,19 @@ def rule(results: Results) -> Table:
         if "mode" in row and (row["launch_measured"] or row["launch"] != QUICK):
             names = ("section", "mode", "setting", "label", "ratio")
             last[tuple(str(row[name]) for name in names)] = row
-    left_out = (KEPT, EVERY_STEP, IF_FASTER)
-    found = [row for row in last.values() if row["label"] not in left_out]
-
-    def host(row: Row) -> str:
+    rows = [row for row in last.values() if row["label"] not in (KEPT, EVERY_STEP, IF_FASTER)]
+    for row in rows:
+        row["setting"] += "" if " r ." in row["setting"] else f", r {row['ratio']:g}"
+        row["plan"] = row["label"] if row["label"] in (EVERY_BLOCK, STACKS) else "-"
         known = "" if row["launch_measured"] else " (assumed)"
-        return f"{1e6 * row['launch']:.0f}{known}" if row["launch"] else "-"
-
-    def setting(row: Row) -> str:
-        return row["setting"] + ("" if " r ." in row["setting"] else f", r {row['ratio']:g}")
-
-    columns = {
-        "setting": setting,
-        "mode": "{mode}",
-        "plan": lambda row: row["label"] if row["label"] in (EVERY_BLOCK, STACKS) else "-",
-        "host, us": host,
-        "decision": lambda row: "merges" if row["merges"] else "left alone",
-        "expected": lambda row: times(row["expected"]),
-        "measured": lambda row: times(row["measured"]),
+        row["host"] = f"{1e6 * row['launch']:.0f}{known}" if row["launch"] else "-"
+        row["decision"] = "merges" if row["merges"] else "left alone"
+    columns: Columns = {
+        **{"setting": "{setting}", "mode": "{mode}", "plan": "{plan}", "host, us": "{host}"},
+        **{"decision": "{decision}", "expected": "{expected:.2f}x", "measured": "{measured:.2f}x"},
         "a wrong sign costs": lambda row: percent(loss(row) or None),
     }
-    return Table.of(found, columns, rows=())
+    return Table.of(rows, columns, rows=())
 
 
 def loss(row: Row) -> float:
@@ -302,6 +281,8 @@ def rule_elsewhere(results: Results) -> Table:
 
 
 BOUND = columns(["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS], time)
+IN_MEMORY = columns(["unpatched", "original", KEPT, EVERY_BLOCK], memory)
+BY_PRESET = columns(["unpatched", "default", *PRESETS], gain)
 BY_LIBRARY = ["unpatched", "original", "tomesd"]
 
 TABLES: dict[str, Callable[[Results], Table]] = {
@@ -317,13 +298,14 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "batches": section("batches", SIZE, columns(BY_LIBRARY, gain)),
     "sdxl": section("sdxl", SIZE, columns(BY_LIBRARY, gain)),
     "whole images": section("pipelines", SETTING, columns(BY_LIBRARY, steady_gain)),
-    "speed of presets": section(
-        "presets", SETTING, columns(["unpatched", "default", *PRESETS], gain)
+    "speed of presets": section("presets", SETTING, BY_PRESET),
+    "memory": section("eager", SETTING, IN_MEMORY),
+    "matching": lambda results: Table.of(
+        results.settings("matching", "graph"),
+        {"tokens": "{tokens:,}"},
+        columns({label: f"{title}: ms" for label, title in MATCHING.items()}, time),
+        columns({label: f"{title}: MiB" for label, title in MATCHING.items()}, memory),
     ),
-    "memory": section(
-        "eager", SETTING, columns(["unpatched", "original", KEPT, EVERY_BLOCK], memory)
-    ),
-    "matching": matching,
     "rule": rule,
     "wrong signs": wrong_signs,
     "rule elsewhere": rule_elsewhere,

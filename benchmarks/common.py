@@ -27,7 +27,6 @@ class Arguments(argparse.ArgumentParser):
     def __init__(self, doc: str | None, *, device: str = "cuda") -> None:
         super().__init__(description=(doc or "").splitlines()[0])
         self.add_argument("--device", default=device)
-        self.add_argument("--budget", type=float, default=1e9, help="seconds until nothing begins")
         self.add_argument("--commit", help="of the sources, where there is no git")
 
     def read(self, arguments: list[str] | None) -> argparse.Namespace:

@@ -176,6 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="of the settings, those with this in their name")
     parser.add_argument("--mode", default="", help="of the modes, this one")
     parser.add_argument("--seconds", type=float, default=4.0, help="of timing per setting")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds until nothing begins")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
     args = parser.read(arguments)
     if wrong := set(args.sections) - set(sections):

@@ -243,6 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--images", type=int, default=512, help="of the most important rows; others have fewer")
     add("--batch", type=int, default=32, help="images made together")
     add("--rows", default="", help="regular expression that labels must match")
+    add("--budget", type=float, default=1e9, help="seconds after which no row begins")
     add("--sprites", type=Path, help="what scenes are composed of, to compare with")
     add("--scenes", type=int, default=2000)
     add("--inception", type=Path, help="weights, if the package is not installed")

@@ -37,18 +37,15 @@ Makers = Mapping[str, Callable[[], Any]]
 def image_rows(folder: str | None, device: torch.device) -> Iterator[Row]:
     """Each library; destinations are the top left tokens of 2x2 cells."""
     cuda = device.type == "cuda"
-    generator = torch.Generator().manual_seed(0)
     for side in SIDES:
-        x = torch.randn(2, side * side, CHANNELS, generator=generator.manual_seed(0))
+        x = torch.randn(2, side * side, CHANNELS, generator=torch.Generator().manual_seed(0))
         x = x.to(device, torch.float16 if cuda else torch.float32)
-        windows, whole = (Cells.of(side, side, 2, 2, window) for window in (8, 0))
         makers: dict[str, Callable[[], Any]] = {}
-        for label, cells in {"triton": windows, "triton, one window": whole}.items():
-            if cuda:
-                remove = cells.removable(RATIO)
-                makers[label] = partial(bipartite, x, cells, remove, backend="triton")
-        remove = windows.removable(RATIO)
-        makers["reference"] = partial(bipartite, x, windows, remove, backend="reference")
+        ours = {"triton": ("triton", 8), "triton, one window": ("triton", 0)} if cuda else {}
+        for label, (backend, window) in {**ours, "reference": ("reference", 8)}.items():
+            cells = Cells.of(side, side, 2, 2, window)
+            remove = cells.removable(RATIO)
+            makers[label] = partial(bipartite, x, cells, remove, backend=backend)
         if folder is not None:
             match = load_original(folder).merge.bipartite_soft_matching_random2d
             args = (x, side, side, 2, 2, int(side * side * RATIO))
@@ -71,6 +68,12 @@ def volume_rows(device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
 
 
 def plan_rows(grid: tuple[int, int, int], x: Tensor, makers: Makers) -> Iterator[Row]:
+    """Of plans of tokens `[B, N, C]` on a grid.
+
+    Args:
+        grid: frames, height and width.
+    """
+
     def prepare(make: Callable[[], Any]) -> Ready:
         make()
         peak = MemoryProbe(x.device).peak_mib(make)

@@ -1,58 +1,36 @@
 """What speed.py measures: the cases of each table in docs/performance.md."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tomesd import Settings
 from tomesd.bench import Case, Contender
 from tomesd.presets import PRESETS
 
-__all__ = ["CASES"]
+Cases = Callable[[str | None], list[Case]]
+"""Makes them, given the folder of tomesd 0.1.3 or None."""
 
-DEFAULT = Settings()
+UNPATCHED = Contender("unpatched")
 FOR_THE_IMAGE = 1000
 """Steps: longer than any image takes."""
 NAMES = {"sd15": "SD1.5", "sdxl": "SDXL"}
 
-
-@dataclass(frozen=True)
-class Setting:
-    """One of the eight settings that the library is judged by.
-
-    Everything is merged that it allows, also where that does not pay: the tables show what merging
-    costs. A step runs on two latents per image.
-    """
-
-    name: str
-    model: str
-    side: int
-    ratio: float
-    max_downsample: int
-    images: int = 1
-    all_layers: bool = False
-
-    @property
-    def merge(self) -> Settings:
-        return Settings(
-            ratio=self.ratio,
-            max_downsample=self.max_downsample,
-            merge_crossattn=self.all_layers,
-            merge_mlp=self.all_layers,
-            when="always",
-        )
-
-
-EIGHT = (
-    Setting("SD1.5 512 px, 8 images, r .5, level 1", "sd15", 512, 0.5, 1, images=8),
-    Setting("SD1.5 1024 px, r .5, level 1", "sd15", 1024, 0.5, 1),
-    Setting("SD1.5 2048 px, r .5, level 1", "sd15", 2048, 0.5, 1),
-    Setting("SD1.5 2048 px, r .75, levels 1-2", "sd15", 2048, 0.75, 2),
-    Setting("SDXL 1024 px, r .5, level 2", "sdxl", 1024, 0.5, 2),
-    Setting("SDXL 1024 px, r .5, levels 2-4, all", "sdxl", 1024, 0.5, 4, all_layers=True),
-    Setting("SDXL 2048 px, r .5, level 2", "sdxl", 2048, 0.5, 2),
-    Setting("SDXL 2048 px, r .5, levels 2-4, all", "sdxl", 2048, 0.5, 4, all_layers=True),
-)
+# The settings that the library is judged by: model, pixels of a side, images, and what is merged.
+# That is merged also where it does not pay: the tables show what merging costs.
+LEVEL_1 = Settings(ratio=0.5, max_downsample=1, when="always")
+LEVEL_2 = replace(LEVEL_1, max_downsample=2)
+ALL = replace(LEVEL_1, max_downsample=4, merge_crossattn=True, merge_mlp=True)
+EIGHT = {
+    "SD1.5 512 px, 8 images, r .5, level 1": ("sd15", 512, 8, LEVEL_1),
+    "SD1.5 1024 px, r .5, level 1": ("sd15", 1024, 1, LEVEL_1),
+    "SD1.5 2048 px, r .5, level 1": ("sd15", 2048, 1, LEVEL_1),
+    "SD1.5 2048 px, r .75, levels 1-2": ("sd15", 2048, 1, replace(LEVEL_2, ratio=0.75)),
+    "SDXL 1024 px, r .5, level 2": ("sdxl", 1024, 1, LEVEL_2),
+    "SDXL 1024 px, r .5, levels 2-4, all": ("sdxl", 1024, 1, ALL),
+    "SDXL 2048 px, r .5, level 2": ("sdxl", 2048, 1, LEVEL_2),
+    "SDXL 2048 px, r .5, levels 2-4, all": ("sdxl", 2048, 1, ALL),
+}
 
 
 def half(model: str, side: int, variants: Iterable[Contender], **more: Any) -> Case:
@@ -67,97 +45,78 @@ def the_original(merge: Settings, folder: str | None, mode: str = "eager") -> li
     return [] if folder is None else [Contender("original", settings, folder=folder)]
 
 
-def eight(mode: str) -> Callable[[str | None], list[Case]]:
-    """The eight settings, replayed as CUDA graphs or in eager mode, with the bound."""
+def eight(mode: str) -> Cases:
+    """The eight settings: compiled; or in another mode, with the bound and the original."""
+
+    def variants(merge: Settings, original: str | None) -> list[Contender]:
+        merged = [Contender("tomesd", merge, "plan every block")]
+        if merge.merge_mlp:
+            merged.append(Contender("tomesd", replace(merge, target="stack"), "whole stacks"))
+        if mode.startswith("compile"):
+            if_faster = replace(merge, when="if_faster")
+            return [UNPATCHED, *merged, Contender("tomesd", if_faster, "if faster")]
+        kept = replace(merge, share="steps", refresh=FOR_THE_IMAGE)
+        return [
+            *(UNPATCHED, *the_original(merge, original, mode), Contender("free", merge)),
+            Contender("tomesd", kept, "plan kept"),
+            Contender("tomesd", replace(merge, share="level"), "plan every step"),
+            *merged,
+        ]
 
     def cases(original: str | None) -> list[Case]:
-        found = []
-        for one in EIGHT:
-            merge = one.merge
-            kept = replace(merge, share="steps", refresh=FOR_THE_IMAGE)
-            variants = [
-                Contender("unpatched"),
-                *the_original(merge, original, mode),
-                Contender("free", merge),
-                Contender("tomesd", kept, "plan kept"),
-                Contender("tomesd", replace(merge, share="level"), "plan every step"),
-                *merged(one),
-            ]
-            names = {"images": one.images, "section": mode, "setting": one.name}
-            found.append(half(one.model, one.side, variants, mode=mode, **names))
-        return found
+        more = {"mode": mode, "section": mode.removesuffix("-autotune")}
+        return [
+            half(model, side, variants(merge, original), setting=name, images=images, **more)
+            for name, (model, side, images, merge) in EIGHT.items()
+        ]
 
     return cases
 
 
-def merged(one: Setting) -> list[Contender]:
-    every_block = Contender("tomesd", one.merge, "plan every block")
-    stacks = Contender("tomesd", replace(one.merge, target="stack"), "whole stacks")
-    return [every_block, stacks] if one.all_layers else [every_block]
-
-
-def compiled(mode: str) -> Callable[[str | None], list[Case]]:
-    """The eight settings, compiled."""
-
-    def cases(_: str | None) -> list[Case]:
-        found = []
-        for one in EIGHT:
-            if_faster = Contender("tomesd", replace(one.merge, when="if_faster"), "if faster")
-            variants = [Contender("unpatched"), *merged(one), if_faster]
-            names = {"images": one.images, "section": "compile", "setting": one.name}
-            found.append(half(one.model, one.side, variants, mode=mode, **names))
-        return found
-
-    return cases
+def ratios(ratios: Iterable[float], original: str | None) -> list[Contender]:
+    """Both libraries at each ratio."""
+    merges = [Settings(ratio=ratio) for ratio in ratios]
+    pairs = [(Contender("tomesd", merge), *the_original(merge, original)) for merge in merges]
+    return [UNPATCHED, *(one for pair in pairs for one in pair)]
 
 
 def paper(original: str | None) -> list[Case]:
     """SD 1.5 at 512 px with attention that is not fused, ratio 10 to 60 %."""
-    variants = [Contender("unpatched")]
-    for tenths in range(1, 7):
-        merge = replace(DEFAULT, ratio=tenths / 10)
-        variants += [Contender("tomesd", merge), *the_original(merge, original)]
+    variants = ratios((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), original)
     names = {"section": "paper", "setting": "SD1.5 512 px, unfused attention"}
     return [half("sd15", 512, variants, attention="eager", images=8, **names)]
 
 
-def by_default(original: str | None, model: str, side: int, title: str, **more: Any) -> Case:
-    """Default settings: unpatched, this library and the original."""
-    variants = [Contender("unpatched"), Contender("tomesd", DEFAULT)]
-    variants += the_original(DEFAULT, original, more.get("mode", "eager"))
-    return half(model, side, variants, setting=f"{NAMES[model]} {side} px, {title}", **more)
+def cpu(original: str | None) -> list[Case]:
+    """The embedded model on a CPU."""
+    variants = tuple(ratios((0.25, 0.5, 0.75), original))
+    names = {"section": "cpu", "setting": "embedded model, 256 px"}
+    return [Case("demo", 256, 256, variants, device="cpu", **names)]
 
 
-def batches(original: str | None) -> list[Case]:
-    """Resolution x images."""
-    return [
-        by_default(original, "sd15", side, f"{n} images", images=n, section="batches")
-        for side in (512, 768, 1024)
-        for n in (1, 2, 4, 8, 10)
-    ]
+def by_default(section: str, settings: Iterable[tuple[Any, ...]], **more: Any) -> Cases:
+    """Default settings: unpatched, this library and the original.
 
+    Args:
+        settings: model, pixels of a side, images, mode.
+    """
 
-def sdxl(original: str | None) -> list[Case]:
-    """SDXL at its own size, where merging can hardly pay."""
-    return [
-        by_default(original, "sdxl", 1024, f"{n} images", images=n, mode=mode, section="sdxl")
-        for mode in ("eager", "graph")
-        for n in (1, 2, 4, 8)
-    ]
+    def cases(original: str | None) -> list[Case]:
+        found = []
+        for model, side, images, mode in settings:
+            title = f"{more['steps']} steps" if "steps" in more else f"{images} images"
+            names = {"section": section, "setting": f"{NAMES[model]} {side} px, {title}"}
+            theirs = the_original(Settings(), original, mode)
+            variants = [UNPATCHED, Contender("tomesd", Settings()), *theirs]
+            found.append(half(model, side, variants, images=images, mode=mode, **names, **more))
+        return found
 
-
-def pipelines(original: str | None) -> list[Case]:
-    """Whole images, with scheduler and decoder."""
-    more = {"what": "pipeline", "steps": 20, "section": "pipelines"}
-    return [
-        by_default(original, model, side, "20 steps", **more)
-        for model, side in (("sd15", 512), ("sd15", 1024), ("sdxl", 1024))
-    ]
+    return cases
 
 
 def presets(_: str | None) -> list[Case]:
     """Whole images with each preset: some merge in a part of the steps only."""
-    variants = [Contender("unpatched"), Contender("tomesd", DEFAULT, "default")]
+    variants = [UNPATCHED, Contender("tomesd", Settings(), "default")]
     variants += [Contender("tomesd", Settings(**o), name) for name, o in PRESETS.items()]
     more = {"what": "pipeline", "steps": 10, "section": "presets"}
     return [
@@ -166,26 +125,17 @@ def presets(_: str | None) -> list[Case]:
     ]
 
 
-def cpu(original: str | None) -> list[Case]:
-    """The embedded model on a CPU."""
-    variants = [Contender("unpatched")]
-    for ratio in (0.25, 0.5, 0.75):
-        merge = Settings(ratio=ratio)
-        variants += [Contender("tomesd", merge), *the_original(merge, original)]
-    names = {"section": "cpu", "setting": "embedded model, 256 px"}
-    return [Case("demo", 256, 256, tuple(variants), device="cpu", **names)]
+BATCHES = [("sd15", side, n, "eager") for side in (512, 768, 1024) for n in (1, 2, 4, 8, 10)]
+# At its own size, merging can hardly pay on SDXL.
+SDXL = [("sdxl", 1024, n, mode) for mode in ("eager", "graph") for n in (1, 2, 4, 8)]
+SINGLE = [(*one, 1, "eager") for one in (("sd15", 512), ("sd15", 1024), ("sdxl", 1024))]
 
-
-CASES: dict[str, Callable[[str | None], list[Case]]] = {
-    "graph": eight("graph"),
-    "eager": eight("eager"),
-    "compile": compiled("compile"),
-    "compile-autotune": compiled("compile-autotune"),
+CASES: dict[str, Cases] = {
+    **{mode: eight(mode) for mode in ("graph", "eager", "compile", "compile-autotune")},
     "paper": paper,
-    "batches": batches,
-    "sdxl": sdxl,
-    "pipelines": pipelines,
+    "batches": by_default("batches", BATCHES),
+    "sdxl": by_default("sdxl", SDXL),
+    "pipelines": by_default("pipelines", SINGLE, what="pipeline", steps=20),
     "presets": presets,
     "cpu": cpu,
 }
-"""By table: its cases, given the folder of tomesd 0.1.3 or None."""

@@ -9,8 +9,6 @@ from torch import Tensor
 from tomesd.bench.modes import EAGER, GRAPH
 from tomesd.hosts.inputs import example_inputs
 
-__all__ = ["BLOCKS", "BLOCKS_GRAPH", "RATIOS", "SETTINGS", "Setting"]
-
 BLOCKS, BLOCKS_GRAPH = "compile-blocks", "compile-blocks-graph"
 """Each block compiled by `compile_repeated_blocks`; and then captured into a CUDA graph."""
 RATIOS = (0.5, 0.75)
@@ -50,6 +48,12 @@ class Setting:
     @property
     def batch(self) -> int:
         return self.images * (2 if self.guidance else 1)
+
+    def row(self) -> dict[str, Any]:
+        """What a row says of the setting."""
+        names = ("model", "height", "width", "frames", "images", "batch")
+        same = {"setting": self.name, "what": "step", "attention": "default"}
+        return {**same, **{name: getattr(self, name) for name in names}}
 
     def inputs(self, model: Any) -> dict[str, Any]:
         """Noise, and positions and masks as they have to be."""

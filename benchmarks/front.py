@@ -12,12 +12,12 @@ decides, it then decides for all of them together.
 import argparse
 import copy
 import itertools
-import os
 import re
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,33 @@ import numpy as np
 import tomesd_demo_model
 import torch
 import torch.nn.functional as F
+from common import RESULTS, Arguments
 from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from flow import pack, unpack
 from front_judge import Judge
 from front_ways import WAYS, Way
-from PIL import Image, ImageDraw
-from rows import RESULTS
+from PIL import Image
 from sampling import first_noise
 from torch import Tensor
 
 import tomesd
 from tomesd.bench import RowFile
+from tomesd.bench.measure import attempt
 from tomesd.bench.rows import Row
+from tomesd.generation.comparison import label_grid
 from tomesd.generation.loading import denoiser, load_pipeline
 from tomesd.generation.sampling import set_scheduler
+from tomesd.machine import synchronize
 
 SHOWN, COLUMNS = 256, 8
 """Side of the images on the sheet, and how many of them a row has."""
+TOLD = ("speedup", "work", "lpips", "kid", "kid_change")
+"""Fields of a row that are printed."""
+USUAL = {
+    "transformer": {"pixels": 512, "steps": 28, "guidance": 4.0, "number": "bfloat16"},
+    "unet": {"pixels": 256, "steps": 20, "guidance": 5.0, "number": "float16"},
+}
 
 
 class Model:
@@ -52,8 +61,8 @@ class Model:
 
     def __init__(self, args: argparse.Namespace) -> None:
         cpu = args.device == "cpu"
-        number = "float32" if cpu else {"transformer": "bfloat16", "unet": "float16"}[args.model]
-        self.pipe = load_pipeline(args.model, device=args.device, dtype=number)  # type: ignore[arg-type]
+        number = "float32" if cpu else USUAL[args.model]["number"]
+        self.pipe = load_pipeline(args.model, device=args.device, dtype=number)
         set_scheduler(self.pipe, args.scheduler)
         self.pipe.vae.float()  # what is measured is the model, not the decoder's rounding
         self.device, self.dtype = denoiser(self.pipe).device, denoiser(self.pipe).dtype
@@ -115,7 +124,7 @@ class Model:
         """[B, 3, H, W] of uint8"""
         scale = self.pipe.vae.config.scaling_factor
         parts = [self.pipe.vae.decode(part / scale).sample for part in latents.split(8)]
-        return to_bytes(torch.cat(parts))
+        return ((torch.cat(parts).clamp(-1, 1) + 1) * 127.5).round().byte()
 
     @contextmanager
     def changed(self, way: Way, steps: int) -> Iterator[Any]:
@@ -140,96 +149,77 @@ class Model:
             yield model
 
 
-def to_bytes(pictures: Tensor) -> Tensor:
-    return ((pictures.clamp(-1, 1) + 1) * 127.5).round().byte()
-
-
 @torch.no_grad()
 def make(model: Model, way: Way, count: int, args: argparse.Namespace) -> tuple[Tensor, Row]:
     """Images [N, 3, H, W] of uint8, and what they took."""
     captions = tomesd_demo_model.held_out_captions()[:count]
     steps = max(1, round(way.steps * args.steps))
-    images, seconds, tokens = [], [], None
-    with front_caches.counted_tokens(denoiser(model.pipe)) as counted:
-        with model.changed(way, steps) as changed:
-            counted[0] = 0
-            for first in range(0, count, args.batch):
-                seeds = range(first, min(first + args.batch, count))
-                told, noise = model.encode(captions[first : seeds.stop]), model.noise(seeds)
-                start = clock(model.device)
-                latents = model.loop(changed, told, noise, steps)
-                seconds.append((clock(model.device) - start) / len(seeds))
-                if way.cache and way.cache != "deep":
-                    changed._reset_stateful_cache()
-                images.append(model.decode(latents))
-        tokens = None if model.is_unet else counted[0] / count
+    images, seconds = [], []
+    with (
+        front_caches.counted_tokens(denoiser(model.pipe)) as counted,
+        model.changed(way, steps) as changed,
+    ):
+        counted[0] = 0  # what was made to calibrate does not count
+        for first in range(0, count, args.batch):
+            seeds = range(first, min(first + args.batch, count))
+            told, noise = model.encode(captions[first : seeds.stop]), model.noise(seeds)
+            synchronize(model.device)
+            start = time.perf_counter()
+            latents = model.loop(changed, told, noise, steps)
+            synchronize(model.device)
+            seconds.append((time.perf_counter() - start) / len(seeds))
+            if way.cache and way.cache != "deep":
+                changed._reset_stateful_cache()
+            images.append(model.decode(latents))
     # The last batch may be smaller, and the first one loads and tunes kernels.
     typical = statistics.median(seconds[:-1] if len(seconds) > 3 else seconds)
-    took = {"seconds_per_image": typical, "batch_seconds": seconds, "block_tokens": tokens}
-    return torch.cat(images), {"steps": steps, **took}
+    took = {"steps": steps, "seconds_per_image": typical, "batch_seconds": seconds}
+    took["block_tokens"] = None if model.is_unet else counted[0] / count
+    return torch.cat(images), took
 
 
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def write_sheet(strips: dict[str, Tensor], path: Path) -> None:
-    """The first captions, a row of images for each way."""
-    line = 14
-    sheet = Image.new("RGB", (COLUMNS * SHOWN, len(strips) * (SHOWN + line)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for row, (label, images) in enumerate(strips.items()):
-        top = row * (SHOWN + line)
-        draw.text((2, top), label, fill="black")
-        for column, image in enumerate(images.permute(0, 2, 3, 1).numpy()):
-            sheet.paste(Image.fromarray(image), (column * SHOWN, top + line))
-    sheet.save(path, quality=85)
-
-
-def shrunk(images: Tensor) -> Tensor:
-    few = images[:COLUMNS].float()
-    return F.interpolate(few, size=(SHOWN, SHOWN), mode="area").round().byte().cpu()
+def shrunk(images: Tensor) -> list[Image.Image]:
+    """The first images, as the sheet shows them."""
+    few = F.interpolate(images[:COLUMNS].float(), size=(SHOWN, SHOWN), mode="area")
+    return [Image.fromarray(x) for x in few.round().byte().permute(0, 2, 3, 1).cpu().numpy()]
 
 
 def run(args: argparse.Namespace) -> list[str]:
     """Makes and judges the rows; returns what went wrong."""
-    begin = time.monotonic()
-    os.environ["TOMESD_COMMIT"] = args.commit or os.environ.get("TOMESD_COMMIT", "")
     model = Model(args)
     judge = Judge(args, model.device)
     file = RowFile(args.rows_file, model.device)
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = [way for way in WAYS[args.model] if re.search(args.rows, way.label)]
     problems, strips, base = [], {}, None
+
+    def made_and_judged(way: Way) -> tuple[Tensor, Row, Row, dict[str, Any]]:
+        images, took = make(model, way, max(1, round(way.share * args.images)), args)
+        return images, took, *judge.scores(images)
+
     for number, way in enumerate([Way("unmerged", "unmerged"), *chosen]):
-        count = max(1, round(way.share * args.images))
-        if time.monotonic() - begin > args.budget:
-            problems.append(f"{way.label}: no time left")
-            continue
-        try:
-            images, took = make(model, way, count, args)
-            scores, kept = judge.scores(images)
-        except Exception as error:
-            if base is None:
-                raise
-            # The other rows can do without this one.
-            problems.append(f"{way.label}: {type(error).__name__}: {error}")
+        late = args.spent() > args.budget
+        outcome = "no time left" if late else attempt(partial(made_and_judged, way), model.device)
+        if isinstance(outcome, str):  # the other rows can do without this one
+            problems.append(f"{way.label}: {outcome}")
             print(problems[-1], flush=True)
+            if base is None:
+                break
             continue
+        images, took, scores, kept = outcome
         base = base or took
-        row = {**identity(way, model, args), "images": count, **took, **scores}
+        row = {**identity(way, model, args), "images": len(images), **took, **scores}
         row["speedup"] = base["seconds_per_image"] / took["seconds_per_image"]
         row["work"] = took["block_tokens"] and took["block_tokens"] / base["block_tokens"]
         file.add(row)
         np.savez(args.out / f"{number:02d}-{re.sub(r'[^A-Za-z0-9.]+', '-', way.label)}.npz", **kept)
         strips[way.label] = shrunk(images)
-        told = {name: row.get(name) for name in ("speedup", "work", "lpips", "kid", "kid_change")}
-        told = {name: round(value, 4) for name, value in told.items() if value is not None}
-        print(f"{time.monotonic() - begin:4.0f} s  {way.label}: {told}", flush=True)
-        del images
-    write_sheet(strips, args.out / "sheet.jpg")
+        told = [f"{name} {row[name]:.4g}" for name in TOLD if row.get(name) is not None]
+        print(f"{args.spent():4.0f} s  {way.label}: {', '.join(told)}", flush=True)
+        del images, outcome
+    if strips:
+        sheet = label_grid([*strips.values()], [""] * COLUMNS, [*strips])
+        sheet.save(args.out / "sheet.jpg", quality=85)
     return problems
 
 
@@ -246,7 +236,7 @@ def identity(way: Way, model: Model, args: argparse.Namespace) -> Row:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, device="auto")
     add = parser.add_argument
     add("--model", choices=list(WAYS), default="transformer")
     add("--pixels", type=int, help="of a side; 512 on the transformer, 256 on the UNet")
@@ -261,14 +251,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--scenes", type=int, default=2000)
     add("--inception", type=Path, help="weights, if the package is not installed")
     add("--lpips", type=Path, help="weights, if the package is not installed")
-    add("--device", default="auto")
-    add("--commit", help="of the sources, where there is no git")
     add("--rows-file", type=Path, default=RESULTS / "front.jsonl")
     add("--out", type=Path, default=Path("front_output"), help="folder of features and the sheet")
-    args = parser.parse_args(arguments)
-    usual = (512, 28, 4.0) if args.model == "transformer" else (256, 20, 5.0)
-    for name, value in zip(("pixels", "steps", "guidance"), usual, strict=True):
-        setattr(args, name, getattr(args, name) or value)
+    args = parser.read(arguments)
+    for name in ("pixels", "steps", "guidance"):
+        setattr(args, name, getattr(args, name) or USUAL[args.model][name])
     if problems := run(args):
         raise SystemExit("left out:\n" + "\n".join(problems))
 

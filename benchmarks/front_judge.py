@@ -38,24 +38,18 @@ class Judge:
         """Estimates, and what they are worked out from."""
         kept: dict[str, Array] = {}
         found: dict[str, Estimate] = {}
-        count, features = len(images), None
-        if count >= FEWEST_FOR_KID:
-            features = self.features(images)
-            kept["features"] = features.half().cpu().numpy()
+        features = self.features(images) if len(images) >= FEWEST_FOR_KID else None
         if self.unmerged is None:
             self.unmerged = images, features
         else:
-            pairs = zip(images.split(16), self.unmerged[0][:count].split(16), strict=True)
+            pairs = zip(images.split(16), self.unmerged[0][: len(images)].split(16), strict=True)
             parts = [paired_scores(one, other, self.lpips) for one, other in pairs]
             kept |= {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            found |= {name: mean_estimate(kept[name]) for name in parts[0]}
+            found |= {name: mean_estimate(values) for name, values in kept.items()}
         if features is not None:
-            found |= self._distances(features, self.unmerged[1][:count])
-        return {
-            f"{name}{end}": value
-            for name, one in found.items()
-            for end, value in (("", one.value), ("_low", one.low), ("_high", one.high))
-        }, kept
+            kept["features"] = features.half().cpu().numpy()
+            found |= self._distances(features, self.unmerged[1][: len(images)])
+        return {k: v for name, one in found.items() for k, v in one.fields(name).items()}, kept
 
     def _distances(self, features: Tensor, unmerged: Tensor) -> dict[str, Estimate]:
         """Intervals are bootstraps over images; scenes are taken as given.

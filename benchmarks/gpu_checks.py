@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from common import replayed
 from torch import Tensor
 
 import tomesd
 from tomesd import kernels
 from tomesd.kernels import Cells, Draw, Request, draw_key, draw_offsets, reference
 from tomesd.plan import MergePlan
+from tomesd.selectors import bipartite
 
 KEY, TIME = draw_key(3, 1), 500.0
 
@@ -59,22 +61,30 @@ def problems(device: torch.device) -> Iterator[tuple[torch.dtype, int, Cells]]:
             yield dtype, width, Cells.of(h, w, 2, 2, window)
 
 
-def check_plans(device: torch.device) -> None:
-    """Plans are those of float64, but for scores that are equal to rounding."""
+def check_kernels(device: torch.device) -> None:
+    """Plans are right, the same bits in every run, and merging is as exact as the reference."""
     count = moved = tokens = 0
+    worst = 0.0
     for dtype, channels, cells in problems(device):
-        metric = random(2, cells.tokens, channels, dtype=dtype, device=device)
+        name = f"{dtype}, {channels} channels, {cells}"
+        x = random(2, cells.tokens, channels, dtype=dtype, device=device)
         remove = cells.removable(0.5)
-        plan = make_plan(metric, cells, remove)
-        name = f"plan of {dtype}, {channels} channels, {cells}"
-        require_plan_of_float64(plan, metric, cells, remove, name)
+        # The timestep may lie anywhere in a list.
+        plans = [make_plan(x, cells, remove, step=run % 2) for run in range(5)]
+        runs = [(plan.slot, plan.order, plan.span, plan.merge(x)) for plan in plans]
+        same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+        require(same, f"{name}: other bits in another run")
+        require_plan_of_float64(plans[0], x, cells, remove, f"plan of {name}")
         where: dict[str, Any] = {"timestep": torch.tensor([TIME], device=device), "key": KEY}
-        exact = tomesd.selectors.bipartite(
-            metric.double(), cells, remove, backend="reference", **where
-        )
-        count, tokens = count + 1, tokens + plan.slot.numel()
-        moved += int((plan.slot != exact.slot).sum())
+        exact = bipartite(x.double(), cells, remove, backend="reference", **where)
+        count, tokens = count + 1, tokens + exact.slot.numel()
+        moved += int((plans[0].slot != exact.slot).sum())
+        worst = max(worst, require_exact_merging(plans[0], x, name))
     print(f"check: {count} plans are those of float64; ties moved {moved} of {tokens} tokens")
+    print(f"check: {count} plans and means are the same bits in 5 runs")
+    print(
+        f"check: means, gathered and restored tokens: at most {worst:.2f} x the reference's error"
+    )
 
 
 def require_plan_of_float64(
@@ -118,46 +128,27 @@ def require_plan_of_float64(
         require(torch.equal(own[here], in_order), f"{name}: the rest is in a wrong order")
 
 
-def check_repeats(device: torch.device) -> None:
-    """The same bits every time, and wherever in a list the timestep lies."""
-    count = 0
-    for dtype, channels, cells in problems(device):
-        metric = random(2, cells.tokens, channels, dtype=dtype, device=device)
-        runs = []
-        for run in range(5):
-            plan = make_plan(metric, cells, cells.removable(0.5), step=run % 2)
-            runs.append((plan.slot, plan.order, plan.span, plan.merge(metric)))
-        same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
-        require(same, f"{dtype}, {channels} channels, {cells}: other bits in another run")
-        count += 1
-    print(f"check: {count} plans and means are the same bits in 5 runs")
+def require_exact_merging(plan: MergePlan, x: Tensor, name: str) -> float:
+    """Error at most twice that of the reference in the same precision, both against float64.
 
-
-def check_merging(device: torch.device) -> None:
-    """Error at most twice that of the reference in the same precision, both against float64."""
+    Returns:
+        How many times it is.
+    """
     worst = 0.0
-    for dtype, channels, cells in problems(device):
-        x = random(2, cells.tokens, channels, dtype=dtype, device=device)
-        plan = make_plan(x, cells, cells.removable(0.5))
-        y = random(2, plan.span.shape[1], channels, dtype=dtype, device=device, seed=1)
-        merged = plan.merge(x)
-        for name, operands, rest in (
-            ("slot_mean", (x,), (plan.lists,)),
-            ("slot_gather", (y,), (plan.slot,)),
-            ("slot_restore", (x, y, merged), (plan.slot,)),
-        ):
-            plain: Callable[..., Tensor] = getattr(reference, name)
-            exact = plain(*(one.double() for one in operands), *rest)
-            fast = getattr(kernels, name)(*operands, *rest, triton=True)
-            error, allowed = (
-                (out.double() - exact).abs().max().item() for out in (fast, plain(*operands, *rest))
-            )
-            message = f"{name} of {dtype}, {channels} channels, {cells}: error {error:.1e}"
-            require(error <= 2 * allowed + 1e-7, f"{message}, of the reference {allowed:.1e}")
-            worst = max(worst, error / (allowed + 1e-7))
-    print(
-        f"check: slot_mean, slot_gather, slot_restore: at most {worst:.2f} x the reference's error"
-    )
+    y = random(2, plan.span.shape[1], x.shape[2], dtype=x.dtype, device=x.device, seed=1)
+    for kernel, operands, rest in (
+        ("slot_mean", (x,), (plan.lists,)),
+        ("slot_gather", (y,), (plan.slot,)),
+        ("slot_restore", (x, y, plan.merge(x)), (plan.slot,)),
+    ):
+        plain: Callable[..., Tensor] = getattr(reference, kernel)
+        exact = plain(*(one.double() for one in operands), *rest)
+        outs = getattr(kernels, kernel)(*operands, *rest, triton=True), plain(*operands, *rest)
+        error, allowed = ((out.double() - exact).abs().max().item() for out in outs)
+        message = f"{kernel} of {name}: error {error:.1e}, of the reference {allowed:.1e}"
+        require(error <= 2 * allowed + 1e-7, message)
+        worst = max(worst, error / (allowed + 1e-7))
+    return worst
 
 
 def make_unet(device: torch.device) -> Any:
@@ -165,13 +156,10 @@ def make_unet(device: torch.device) -> Any:
 
     torch.manual_seed(0)
     unet = UNet2DConditionModel(
-        block_out_channels=(64, 128),
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        layers_per_block=1,
-        cross_attention_dim=64,
-        attention_head_dim=4,
-        norm_num_groups=8,
+        **{"block_out_channels": (64, 128), "layers_per_block": 1, "norm_num_groups": 8},
+        **{"cross_attention_dim": 64, "attention_head_dim": 4},
     )
     return unet.to(device, torch.float16 if device.type == "cuda" else torch.float32).eval()
 
@@ -195,40 +183,17 @@ def check_graphs(device: torch.device) -> None:
             for _ in range(2)
         )
         sample, timestep = noise[0].clone(), torch.tensor(times[0], device=device)
-        replay, out = capture(lambda m=captured, s=sample, t=timestep: m(s, t, text).sample, device)
+        replay = replayed(lambda m=captured, s=sample, t=timestep: m(s, t, text).sample, device)
         for step, given in zip(times, noise, strict=True):
             sample.copy_(given)
             timestep.fill_(step)
             expected = eager(given, torch.tensor(step, device=device), text).sample
-            replay()
-            same = torch.equal(out[0], expected)
             name = f'{selector}, share="{share}"'
+            same = torch.equal(replay(), expected)
             require(same, f"{name}, timestep {step:g}: the graph differs from eager mode")
         moved = (plain(given, timestep, text).sample - expected).abs().max()
         require(moved > 0, f"{name}: nothing is merged")
         print(f"check: {name}: a graph replays {len(times)} eager steps bit for bit")
-
-
-def capture(
-    call: Callable[[], Tensor], device: torch.device
-) -> tuple[Callable[[], None], list[Tensor]]:
-    """Something that repeats `call`, and where its result is then found."""
-    out = [call()]
-    if device.type != "cuda":
-
-        def again() -> None:
-            out[0] = call()
-
-        return again, out
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out[0] = call()
-    return graph.replay, out
 
 
 @torch.no_grad()
@@ -256,7 +221,7 @@ def check_model(device: torch.device) -> None:
 def check_gpu(device: torch.device) -> None:
     """Raises `CheckError` at the first thing that is wrong."""
     start = time.monotonic()
-    for check in (check_plans, check_repeats, check_merging, check_graphs, check_model):
+    for check in (check_kernels, check_graphs, check_model):
         check(device)
     print(f"check: {time.monotonic() - start:.0f} s", flush=True)
 

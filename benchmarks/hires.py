@@ -7,22 +7,20 @@
 and memory do not depend. Both ways take turns. Rows go to hires_cpu.jsonl or hires_gpu.jsonl.
 """
 
-import argparse
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import diffusers
 import torch
+from common import RESULTS, Arguments, Ready, compare
 from dit_settings import SETTINGS
 from PIL import Image
-from rows import RESULTS, timed
 
 import tomesd
 from tomesd import Settings
 from tomesd.bench import Effort, RowFile
 from tomesd.bench.calls import random_embeddings
-from tomesd.bench.measure import take_turns, time_calls
 from tomesd.bench.models import VAE, load_subject, random_model
 from tomesd.choices import EMBEDDED
 from tomesd.generation import Sampling, sample
@@ -58,27 +56,27 @@ def load(name: str, device: torch.device, side: int) -> tuple[Any, dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, device="cpu")
     parser.add_argument("--model", nargs="+", default=["unet", "transformer"])
     parser.add_argument("--size", type=int, default=384, help="side of the large image in pixels")
-    parser.add_argument("--device", default="cpu")
-    args = parser.parse_args()
+    args = parser.read(None)
     device, side = torch.device(args.device), args.size
     file = RowFile(RESULTS / f"hires_{'cpu' if args.device == 'cpu' else 'gpu'}.jsonl", device)
     for name in args.model:
         pipe, inputs = load(name, device, side)
         sampling = Sampling.of(pipe, (side, side), steps=STEPS, guidance=EMBEDDED.get(name))
         run = partial(call_pipeline, pipe, inputs, [0], sampling)
-        settings = [second_pass(pipe, Settings(ratio=ratio), STRENGTH) for ratio in (0.0, 0.5)]
-        calls = {s.ratio: tomesd.patched(pipe, **asdict(s))(run) for s in settings}
-        peaks = {ratio: MemoryProbe(device).peak_mib(calls[ratio]) for ratio in calls}  # warms up
-        timers = {ratio: partial(time_calls, calls[ratio], device=device) for ratio in calls}
-        for ratio, timing in take_turns(timers, Effort(seconds=0, min_repeats=3)).items():
+
+        def prepare(ratio: float, pipe: Any = pipe, run: Any = run) -> Ready:
+            settings = second_pass(pipe, Settings(ratio=ratio), STRENGTH)
+            call = tomesd.patched(pipe, **asdict(settings))(run)
+            return call, {"peak_mib": MemoryProbe(device).peak_mib(call)}
+
+        makers = {ratio: partial(prepare, ratio) for ratio in (0.0, 0.5)}
+        for ratio, found in compare(makers, device, Effort(seconds=0, min_repeats=3)).items():
             row = {"benchmark": "hires", "model": name, "what": "second pass", "ratio": ratio}
             row |= {"width": side, "height": side, "steps": STEPS, "strength": STRENGTH}
-            file.add({**row, "peak_mib": peaks[ratio], "dtype": str(pipe.dtype), **timed(timing)})
-            peak = "" if peaks[ratio] is None else f", {peaks[ratio]:.0f} MiB"
-            print(name, ratio, f"{timing.median:.2f} s{peak}", flush=True)
+            print(file.add({**row, "dtype": str(pipe.dtype), **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,113 +1,95 @@
 """How the cost of matching grows with the tokens: time and memory of making one plan.
 
-Nothing is merged with it. Tokens are random, `[2, N, 320]`, as at the finest level of SD 1.5.
+Nothing is merged with it. Tokens are random. On a GPU, plans are replayed as CUDA graphs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from rows import timed
+from common import Ready, compare, replayed
 from torch import Tensor
 
+from tomesd import Settings
 from tomesd.bench import Effort, load_original
-from tomesd.bench.measure import attempt, free_memory, take_turns, time_calls
-from tomesd.bench.modes import Graph
+from tomesd.bench.measure import free_memory
+from tomesd.bench.modes import EAGER, GRAPH
 from tomesd.bench.rows import Row
 from tomesd.generation.memory import MemoryProbe
+from tomesd.grids import removable
 from tomesd.kernels import Cells
 from tomesd.selectors import bipartite
+from tomesd.volume import Volume, plan_tokens
 
-__all__ = ["measure", "rows"]
+SIDES, CHANNELS = (32, 48, 64, 96, 128, 192, 256), 320
+"""Of the finest level of SD 1.5."""
+LARGE_SIDES, LARGE_CHANNELS = (32, 64, 128, 256, 512), (3072, 5120)
+"""Of transformers."""
+FRAMES = 16
+"""Of videos with as many tokens as squares of these sides."""
+RATIO = 0.5
 
-SIDES = (32, 48, 64, 96, 128, 192, 256)
-BATCH, CHANNELS, RATIO = 2, 320, 0.5
-
-
-class Matching:
-    """Makes a plan again and again; destinations are the top left tokens of 2x2 cells."""
-
-    def __init__(self, make: Callable[[Tensor, Any], Any], x: Tensor, size: Any):
-        self.run = partial(make, x, size)
-
-    def advance(self) -> None:
-        """Nothing changes between two plans."""
+Makers = Mapping[str, Callable[[], Any]]
+"""By label."""
 
 
-def ours(x: Tensor, side: int, *, backend: str, window: int) -> Any:
-    cells = Cells.of(side, side, 2, 2, window)
-    return bipartite(x, cells, cells.removable(RATIO), backend=backend)
+def image_rows(folder: str | None, device: torch.device) -> Iterator[Row]:
+    """Each library; destinations are the top left tokens of 2x2 cells."""
+    cuda = device.type == "cuda"
+    for side in SIDES:
+        x = torch.randn(2, side * side, CHANNELS, generator=torch.Generator().manual_seed(0))
+        x = x.to(device, torch.float16 if cuda else torch.float32)
+        makers: dict[str, Callable[[], Any]] = {}
+        ours = {"triton": ("triton", 8), "triton, one window": ("triton", 0)} if cuda else {}
+        for label, (backend, window) in {**ours, "reference": ("reference", 8)}.items():
+            cells = Cells.of(side, side, 2, 2, window)
+            remove = cells.removable(RATIO)
+            makers[label] = partial(bipartite, x, cells, remove, backend=backend)
+        if folder is not None:
+            match = load_original(folder).merge.bipartite_soft_matching_random2d
+            args = (x, side, side, 2, 2, int(side * side * RATIO))
+            makers["original"] = partial(match, *args, no_rand=True)
+        yield from plan_rows((1, side, side), x, makers)
 
 
-def original(x: Tensor, side: int, *, folder: str) -> Any:
-    matching = load_original(folder).merge.bipartite_soft_matching_random2d
-    return matching(x, side, side, 2, 2, int(side * side * RATIO), no_rand=True)
+def volume_rows(device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+    """Images, and videos with as many tokens."""
+    settings, select = Settings(), partial(bipartite, backend="auto")
+    for side in LARGE_SIDES:
+        for channels in LARGE_CHANNELS:
+            x = torch.randn(1, side * side, channels, device=device, dtype=dtype)
+            for grid, st in (((1, side, side), 1), ((FRAMES, side // 4, side // 4), 2)):
+                volume = Volume.of(grid, settings.sy, settings.sx, st, settings.search)
+                removes = [removable(settings, part.cells, RATIO) for part in volume.parts]
+                make = partial(plan_tokens, select, x, volume, removes)
+                for row in plan_rows(grid, x, {f"{channels} channels": make}):
+                    yield {**row, "frames": grid[0], "settings": {"ratio": RATIO, "st": st}}
 
 
-def makers(folder: str | None, device: torch.device) -> dict[str, Callable[[Tensor, int], Any]]:
-    """By label."""
-    found: dict[str, Callable[[Tensor, int], Any]] = {}
-    if device.type == "cuda":
-        found["triton"] = partial(ours, backend="triton", window=8)
-        found["triton, one window"] = partial(ours, backend="triton", window=0)
-    found["reference"] = partial(ours, backend="reference", window=8)
-    if folder is not None:
-        found["original"] = partial(original, folder=folder)
-    return found
+def plan_rows(grid: tuple[int, int, int], x: Tensor, makers: Makers) -> Iterator[Row]:
+    """Of plans of tokens `[B, N, C]` on a grid.
 
+    Args:
+        grid: frames, height and width.
+    """
 
-@torch.no_grad()
-def rows(folder: str | None, device: torch.device, sides: tuple[int, ...] = SIDES) -> Iterator[Row]:
-    """One row for each size and library: replayed as a CUDA graph where there is a GPU."""
-    mode, dtype = ("graph", torch.float16) if device.type == "cuda" else ("eager", torch.float32)
-    for side in sides:
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(BATCH, side * side, CHANNELS, generator=generator).to(device, dtype)
-        for label, result in measure(side, x, makers(folder, device)).items():
-            yield {
-                "section": "matching",
-                "setting": f"{side}x{side} tokens",
-                "model": "random tokens",
-                "what": "plan",
-                "height": side,
-                "width": side,
-                "images": 1,
-                "batch": BATCH,
-                "tokens": side * side,
-                "channels": CHANNELS,
-                "dtype": str(dtype).removeprefix("torch."),
-                "attention": "none",
-                "mode": mode,
-                "variant": "original" if label == "original" else "tomesd",
-                "label": label,
-                "settings": {"ratio": RATIO},
-                **result,
-            }
+    def prepare(make: Callable[[], Any]) -> Ready:
+        make()
+        peak = MemoryProbe(x.device).peak_mib(make)
+        return replayed(make, x.device), {"peak_mib": peak}
 
-
-def measure(size: Any, x: Tensor, found: dict[str, Callable[..., Any]]) -> dict[str, Row]:
-    """By label, what a row says of the result; `size`: of the grid, as the functions take it."""
-    results: dict[str, Row] = {}
-    timers: dict[str, Callable[[int], float]] = {}
-    for label, make in found.items():
-        outcome = attempt(partial(prepare, Matching(make, x, size), x.device), x.device)
-        if isinstance(outcome, str):
-            results[label] = {"seconds": None, "error": outcome}
-        else:
-            call, peak = outcome
-            timers[label] = partial(time_calls, call, device=x.device)
-            results[label] = {"peak_mib": peak, "error": None}
     effort = Effort(seconds=0.5, min_repeats=3, sample_seconds=0.02)
-    for label, timing in take_turns(timers, effort).items():
-        results[label] |= timed(timing)
-    timers.clear()
+    ready = {label: partial(prepare, make) for label, make in makers.items()}
+    for label, result in compare(ready, x.device, effort).items():
+        yield {
+            **{"section": "matching", "model": "random tokens", "what": "plan"},
+            "setting": f"{'x'.join(map(str, grid[grid[0] == 1 :]))} tokens",
+            **{"height": grid[1], "width": grid[2], "images": 1, "batch": len(x)},
+            **{"tokens": x.shape[1], "channels": x.shape[2]},
+            **{"dtype": str(x.dtype).removeprefix("torch."), "attention": "none"},
+            **{"mode": GRAPH if x.is_cuda else EAGER, "label": label},
+            **{"variant": "original" if label == "original" else "tomesd"},
+            **{"settings": {"ratio": RATIO}, **result},
+        }
     free_memory(x.device)
-    return results
-
-
-def prepare(matching: Matching, device: torch.device) -> tuple[Callable[[], Any], float]:
-    """The call to be timed, and its peak memory in MiB."""
-    matching.run()
-    peak = MemoryProbe(device).peak_mib(matching.run)
-    return (Graph(matching, device) if device.type == "cuda" else matching.run), peak

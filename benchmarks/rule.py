@@ -9,6 +9,7 @@ kernels then, where the rows have it. Rows go to rule.jsonl.
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from unittest import mock
 import diffusers
 import dit_settings
 import torch
-from rows import RESULTS
+from cases import NAMES
+from common import RESULTS
 
 import tomesd
 from tomesd import policy, rule
 from tomesd.bench.models import ARCHITECTURES
 from tomesd.bench.rows import Row, read_rows
-from tomesd.bench.tables import Comparison, comparisons
+from tomesd.bench.tables import comparisons
 from tomesd.cost import Verdict
 from tomesd.files import json_lines, write_text
 from tomesd.layout import Layout, LayoutPart
@@ -54,11 +56,10 @@ MODELS = ("Flux.1-dev", "SD3.5-large", "Qwen-Image", "Wan 14B")
 TRANSFORMERS = {
     one.name: one for one in dit_settings.SETTINGS["transformers"] if one.model in MODELS
 }
-
-
-def simulated(name: str) -> Machine:
-    peak, memory = PUBLISHED[name]
-    return Machine(H200.operations * peak / 989e12, H200.attention * peak / 989e12, memory, 5e-6)
+SIMULATED = (
+    *(("sd15", side, images) for side in (512, 1024) for images in (1, 8)),
+    *(("sdxl", 1024, images) for images in (1, 8)),
+)
 
 
 @functools.cache
@@ -108,10 +109,23 @@ def measured(out: Path) -> Iterator[Row]:
         base = found.find("unpatched")
         if base is None or base["seconds"] is None:
             continue
-        for row in found:
-            if row["variant"] == "tomesd" and row["seconds"]:
-                known = hosts.get((row["run"], row["mode"]))
-                yield from judged(found, base, row, known)
+        launcher = LAUNCHERS.get(base["mode"], "graph")
+        known = hosts.get((base["run"], base["mode"]))
+        launches = (known,) if known else LAUNCHES
+        for row in (row for row in found if row["variant"] == "tomesd" and row["seconds"]):
+            for launch in launches if launcher != "graph" else (0.0,):
+                verdict = ask(row, row["settings"], replace(H200, launch=launch), launcher)
+                yield {
+                    **{k: row[k] for k in ("section", "setting", "label", "mode", "batch")},
+                    **{"ratio": row["settings"]["ratio"], "machine": "NVIDIA H200"},
+                    **{"launch": launch, "launch_measured": bool(known)},
+                    **{"merges": any(verdict.pays), "expected": verdict.gain},
+                    # Rows that were left alone do not tell how long merging takes.
+                    "measured": None if row.get("left_alone") else found.speedup(row),
+                    # By how much the gain may be off, from the spreads of the two times.
+                    "noise": sum(one["spread"] / one["seconds"] for one in (base, row)),
+                    "measured_run": row["run"],
+                }
 
 
 def is_known(row: Row) -> bool:
@@ -135,61 +149,32 @@ def launches_by_run(rows: list[Row]) -> dict[tuple[str, str], float]:
     return found
 
 
-def judged(found: Comparison, base: Row, row: Row, known: float | None) -> Iterator[Row]:
-    launcher = LAUNCHERS.get(row["mode"], "graph")
-    launches = (known,) if known else LAUNCHES
-    for launch in launches if launcher != "graph" else (0.0,):
-        verdict = ask(row, row["settings"], replace(H200, launch=launch), launcher)
-        # Rows that were left alone do not tell how long merging takes.
-        gain = None if row.get("left_alone") else found.speedup(row)
-        yield {
-            **{name: row[name] for name in ("section", "setting", "label", "mode", "batch")},
-            "ratio": row["settings"]["ratio"],
-            **{"machine": "NVIDIA H200", "launch": launch, "launch_measured": bool(known)},
-            **{"merges": any(verdict.pays), "expected": verdict.gain, "measured": gain},
-            **{"measured_run": row["run"], "noise": noise(base, row)},
-        }
-
-
-def noise(base: Row, row: Row) -> float:
-    """By how much the gain may be off, from the spreads of the two times."""
-    return base["spread"] / base["seconds"] + row["spread"] / row["seconds"]
-
-
-SIMULATED = (
-    *(
-        (model, side, images)
-        for model, side in (("sd15", 512), ("sd15", 1024))
-        for images in (1, 8)
-    ),
-    *(("sdxl", 1024, images) for images in (1, 8)),
-)
-
-
 def elsewhere() -> Iterator[Row]:
     """The rule's answers on other GPUs, at default settings, in eager mode."""
-    cases: list[Row] = [
-        {"model": model, "height": side, "width": side, "batch": 2 * images, "images": images}
-        | {"dtype": "float16", "attention": "sdpa"}
-        for model, side, images in SIMULATED
-    ]
-    for setting in (one for one in TRANSFORMERS.values() if one.images == 1):
-        case = {"model": setting.model, "height": setting.height, "width": setting.width}
-        cases.append(case | {"batch": setting.batch, "images": 1, "dtype": "bfloat16"})
-        cases[-1] |= {"attention": "sdpa", "setting": setting.name}
-    for case in cases:
-        for name in PUBLISHED:
-            for launch in LAUNCHES:
-                machine = replace(simulated(name), launch=launch, kernel=KERNEL)
-                options = {"ratio": 0.5, "start": 0.0, "end": 1.0}
-                verdict = ask(case, options, machine, "eager")
-                names = {"sd15": "SD1.5", "sdxl": "SDXL"}
-                title = f"{names.get(case['model'])} {case['width']} px, {case['images']} images"
-                yield {
-                    **{"section": "rule elsewhere", "setting": case.get("setting", title)},
-                    **{"machine": name, "launch": launch, "simulated": True},
-                    **{"merges": any(verdict.pays), "expected": verdict.gain},
-                }
+    options = {"ratio": 0.5, "start": 0.0, "end": 1.0}
+    for case, (name, (peak, memory)) in itertools.product(cases(), PUBLISHED.items()):
+        share = peak / 989e12
+        for launch in LAUNCHES:
+            rates = {"operations": H200.operations * share, "attention": H200.attention * share}
+            machine = replace(H200, **rates, bytes=memory, launch=launch)
+            verdict = ask(case, options, machine, "eager")
+            yield {
+                **{"section": "rule elsewhere", "setting": case["setting"]},
+                **{"machine": name, "launch": launch, "simulated": True},
+                **{"merges": any(verdict.pays), "expected": verdict.gain},
+            }
+
+
+def cases() -> Iterator[Row]:
+    for model, side, images in SIMULATED:
+        title = f"{NAMES[model]} {side} px, {images} images"
+        yield {
+            **{"setting": title, "model": model, "height": side, "width": side},
+            **{"batch": 2 * images, "dtype": "float16", "attention": "sdpa"},
+        }
+    for one in TRANSFORMERS.values():
+        if one.images == 1:
+            yield {**one.row(), "dtype": "bfloat16"}
 
 
 def main() -> None:

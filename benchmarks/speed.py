@@ -11,33 +11,62 @@ measured on a GPU, gpu_checks.py runs.
 
 import argparse
 import itertools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import compiled
 import matching
 import torch
 from cases import CASES
+from common import RESULTS
 from gpu_checks import check_gpu
-from rows import RESULTS
 
-from tomesd.bench import Case, Effort, RowFile, Subjects, run_cases
+from tomesd.bench import Case, Contender, Effort, RowFile, Subjects, prepare, run_cases
+from tomesd.bench.measure import attempt, free_memory
 from tomesd.bench.rows import Row
 from tomesd.bench.tables import HEADER, failures, markdown, result_table
 
 
 def measure(name: str, cases: list[Case], file: RowFile, args: argparse.Namespace) -> list[Row]:
     """The rows of a table, in the file as soon as they are there."""
-    effort = Effort(seconds=args.seconds, min_repeats=args.repeats)
     if name == "matching":
-        return [file.add(row) for row in matching.rows(args.original, torch.device("cuda"))]
+        rows = matching.image_rows(args.original, torch.device("cuda"))
+        return [file.add(row) for row in rows]
     if name.startswith("compile"):
-        return compiled.run_cases(cases, file, effort, args.jobs)
+        compile_ahead(cases, args.jobs)
+    effort = Effort(seconds=args.seconds, min_repeats=args.repeats)
     subjects = Subjects(keep=4)
     rows = []
     for case in cases:
         print(f"{name}: {case.setting}", flush=True)
         rows += run_cases([case], file, effort, subjects=subjects)
     return rows
+
+
+def compile_ahead(cases: list[Case], jobs: int) -> None:
+    """Fills PyTorch's cache of compiled code: compiling a large model takes minutes."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each of many processes
+    work = [(case, variant) for case in cases for variant in case.contenders]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        outcomes = [pool.submit(compile_one, *one) for one in work]
+        for (case, variant), outcome in zip(work, outcomes, strict=True):
+            words = outcome.exception() or outcome.result()
+            print(f"{case.setting}, {case.mode}, {variant}: {words}", flush=True)
+
+
+def compile_one(case: Case, variant: Contender) -> str:
+    """In a process of its own. What fails here fails again when it is to be measured."""
+    device = torch.device(case.device)
+
+    def work() -> str:
+        prepare(Subjects().get(case), case, variant)
+        return "compiled"
+
+    words = attempt(work, device)
+    torch._dynamo.reset()
+    free_memory(device)
+    return words
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from doc_tables import FIGURES, TABLES, Results
 
+from tomesd.bench.plots import save_figure
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "docs/options.md", "docs/performance.md", "docs/quality.md")
 MARKED = re.compile(r"<!-- table: (?P<name>.*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
             # The drawing may differ in a detail from one matplotlib to the next.
             stale += [] if (figures / name).is_file() else [name]
         else:
-            draw(results, figures / name)
+            save_figure(draw(results), figures / name)
     if stale:
         raise SystemExit(f"{', '.join(stale)}: out of date; run python scripts/update_docs.py")
 

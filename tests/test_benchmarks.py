@@ -1,6 +1,7 @@
 """The benchmarks measure what the tables in the documents show."""
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import front
 import front_judge
 import hires
+import matching
 import numpy as np
 import pytest
 import quality
@@ -15,11 +17,13 @@ import rule
 import torch
 from cases import CASES
 from front_ways import WAYS
-from quality_settings import SECTIONS, TAU_40, Section, ours
 
+from tomesd.bench import load_subject
 from tomesd.bench.rows import read_rows
 from tomesd.files import json_lines
 from tomesd.generation import load_pipeline, sample
+from tomesd.patch import patch_of
+from tomesd.presets import PRESETS
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -37,31 +41,47 @@ def test_cases_are_those_of_the_rows(table: str) -> None:
     assert wanted == measured
 
 
-def as_read(settings: dict[str, Any]) -> str:
-    return json.dumps(json.loads(json.dumps(settings)), sort_keys=True)
+@pytest.mark.parametrize("name", quality.SECTIONS)
+def test_a_section_is_measured_again_with_the_settings_of_its_rows(name: str) -> None:
+    def identity(row: dict[str, Any]) -> str:
+        names = ("variant", "setting", "label", "settings")
+        return json.dumps([row[name] for name in names], sort_keys=True)
 
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_settings_are_those_of_the_rows(name: str) -> None:
     rows = read_rows(RESULTS / "quality.jsonl")
-    measured = {
-        (row["variant"], row["setting"], row["label"], as_read(row["settings"]))
-        for row in rows
-        if row["section"] == f"quality-{name}"
-    }
-    candidates = SECTIONS[name].candidates
-    wanted = {(c.variant, c.group, c.label, as_read(c.settings)) for c in candidates}
-    assert wanted == measured and len(wanted) == len(candidates)
+    measured = {identity(row) for row in rows if row["section"] == f"quality-{name}"}
+    wanted = [identity(row) for row in quality.candidates(name, [])]
+    assert set(wanted) == measured and len(wanted) == len(measured)
+    assert len({quality.name_of(row) for row in quality.candidates(name, [])}) <= len(wanted)
+    added = quality.candidates(name, [("kv", "new", '{"ratio": 0.1}')])[-1]
+    assert added["settings"] == {"when": "always", "ratio": 0.1} and added["setting"] == "kv"
+
+
+def test_presets_are_measured_as_they_are_now() -> None:
+    found = {row["label"]: row["settings"] for row in quality.candidates("front", [])}
+    wanted = {f"preset {name}": {"when": "always", **o} for name, o in PRESETS.items()}
+    assert {label: found.get(label) for label in wanted} == wanted
 
 
 def test_forty_percent_of_the_steps_lie_below_the_threshold() -> None:
     noise = 1 - load_pipeline("demo", device="cpu").scheduler.alphas_cumprod
-    assert (noise < TAU_40).float().mean().item() == pytest.approx(0.4, abs=0.002)
+    label = "threshold at 40 % of the steps"
+    rows = [r for r in quality.candidates("seed", []) if r["label"].startswith(label)]
+    assert len(rows) == 2
+    for row in rows:
+        share = (noise < row["settings"]["tau"]).float().mean().item()
+        assert share == pytest.approx(0.4, abs=0.002)
 
 
 def test_images_are_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = Section([ours("half", ratio=0.5), ours("again", ratio=0.5)], images=2, steps=1)
-    monkeypatch.setattr(quality, "SECTIONS", {"paper": few})
+    few = {"section": "quality-paper", "setting": "", "images": 2, "steps": 1, "scheduler": "plms"}
+    ways = {"unmerged": {}, "half": {"ratio": 0.5}, "again": {"ratio": 0.5, "when": "always"}}
+    rows = [
+        {**few, "place": place, "label": label, "settings": settings}
+        | {"variant": "tomesd" if settings else "unmerged"}
+        for place, (label, settings) in enumerate(ways.items())
+    ]
+    (tmp_path / "before.jsonl").write_text(json_lines(rows))
+    monkeypatch.setattr(quality, "ROWS", tmp_path / "before.jsonl")
     monkeypatch.setattr(quality, "TIMED", ("paper",))
     monkeypatch.setattr(quality, "SIDE", 64)
     folders = ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "rows.jsonl")]
@@ -79,6 +99,24 @@ def test_images_are_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(timed[1][name] > 0 for name in ("speedup", "speedup_unfused"))
     assert timed[1]["mib_unfused"] is None  # on a CPU, memory is not measured
     assert images[1]["settings"] == timed[1]["settings"] == {"when": "always", "ratio": 0.5}
+
+
+def test_settings_that_were_read_can_be_merged_with() -> None:
+    subject = load_subject("demo", device="cpu")
+    [row] = [r for r in quality.candidates("search", []) if "level_ratios" in r["settings"]]
+    unet = quality.patched(row, subject, Namespace(original=None))
+    patch = patch_of(unet)
+    assert patch is not None and patch.settings.level_ratios == {1: 0.75, 2: 0.5}
+
+
+def test_plans_of_images_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "SIDES", (8, 16))
+    rows = list(matching.image_rows(None, torch.device("cpu")))
+    names = ("setting", "label", "variant", "tokens", "mode")
+    assert [[row[name] for name in names] for row in rows] == [
+        [f"{side}x{side} tokens", "reference", "tomesd", side**2, "eager"] for side in (8, 16)
+    ]
+    assert all(row["seconds"] > 0 and row["error"] is None for row in rows)
 
 
 def test_the_decisions_in_the_rows_are_those_of_the_rule(tmp_path: Path) -> None:
@@ -156,7 +194,8 @@ def test_unmerged_images_of_the_front_are_those_of_the_pipeline(
     model: str, guidance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    monkeypatch.setattr(front, "shrunk", lambda images: made.append(images) or images[:, :, :256])
+    shrunk = front.shrunk
+    monkeypatch.setattr(front, "shrunk", lambda images: made.append(images) or shrunk(images))
     front_rows(tmp_path, "--model", model, "--pixels", "64", rows="none")
     pipe = load_pipeline(model, device="cpu")
     captions = front.tomesd_demo_model.held_out_captions()

@@ -1,8 +1,13 @@
-"""The tables of docs/quality.md."""
+"""The tables of docs/quality.md, and those of README.md and docs/options.md on the same."""
 
-from collections.abc import Callable
-from typing import Any
+import ast
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
 
+from tomesd import Settings
+from tomesd.bench.tables import percent, times
 from tomesd.presets import PRESETS
 
 from .rows import (
@@ -11,46 +16,81 @@ from .rows import (
     OURS,
     SPEEDS,
     UNFUSED,
+    Columns,
     Results,
     Row,
     Table,
-    estimate,
     gave_up_evenly,
     has,
     pareto,
-    percent,
-    times,
 )
 
 SCORES: dict[str, tuple[str, int, float]] = {
     "FID": ("fid", 2, 1),
     "FID to unmerged": ("fid_unmerged", 2, 1),
     "KID x 1000": ("kid", 2, 1000),
+    "more than unmerged": ("kid_change", 2, 1000),
+    "KID to unmerged": ("kid_unmerged", 2, 1000),
     "PSNR": ("psnr", 2, 1),
     "SSIM": ("ssim", 3, 1),
     "LPIPS": ("lpips", 4, 1),
 }
 """Field, digits and scale, by the title of a column."""
+ALL = ("FID", "FID to unmerged", "KID x 1000", "PSNR", "SSIM", "LPIPS")
 
 # FID at r = 0.5 on Stable Diffusion, from the tables of the paper (Bolya & Hoffman 2023).
 FID_OF_PAPER = {
-    "random in 2x2": 35.66,
-    "strided 2x2": 36.12,
-    "self-attention": 33.73,
-    "everything": 35.66,
-    "level 1": 33.29,
-    "levels 1-4": 35.66,
-    "60 to 40 %": 35.53,
-    "flat 50 %": 35.66,
+    "random in 2x2": "35.66",
+    "strided 2x2": "36.12",
+    "self-attention": "33.73",
+    "everything": "35.66",
+    "level 1": "33.29",
+    "levels 1-4": "35.66",
+    "60 to 40 %": "35.53",
+    "flat 50 %": "35.66",
 }
+FAMILIES = (
+    *("unmerged", "fewer steps", "merging", "presets", "reuse", "merging, reuse"),
+    *("coarse", "coarse, reuse", "coarse, fewer steps"),
+    *("first block cache", "MagCache", "TaylorSeer"),
+)
+"""Of trade-offs, in the order of the table."""
 
 
-def scores(row: Row, *titles: str) -> list[str]:
-    return [estimate(row, *SCORES[title]) for title in titles or SCORES]
+def estimate(row: Row, name: str, digits: int, scale: float = 1.0) -> str:
+    """A value with half of its interval."""
+    if not has(row, name):
+        return "-"
+    text = f"{scale * row[name]:.{digits}f}"
+    if not has(row, f"{name}_low", f"{name}_high"):
+        return text
+    return f"{text} ± {scale * (row[f'{name}_high'] - row[f'{name}_low']) / 2:.{digits}f}"
 
 
-def speeds(row: Row) -> list[str]:
-    return [times(row.get(speed)) if row["settings"] else "1" for speed in SPEEDS]
+def scores(*titles: str, **digits: int) -> Columns:
+    """Estimates, with other numbers of digits than usual for some titles."""
+
+    def cell(title: str) -> Callable[[Row], str]:
+        name, usual, scale = SCORES[title]
+        return lambda row: estimate(row, name, digits.get(title, usual), scale)
+
+    return {title: cell(title) for title in titles}
+
+
+def speeds(*titles: str) -> Columns:
+    """Against unmerged images, with fused and with unfused attention."""
+    titles = titles or tuple(f"speed-up, {name}" for name in SPEEDS.values())
+    return {
+        title: lambda row, speed=speed: times(row.get(speed)) if row["settings"] else "1"
+        for title, speed in zip(titles, SPEEDS, strict=True)
+    }
+
+
+def named(title: str, rows: Mapping[str, Row], *parts: Columns) -> Table:
+    """A table of rows with names of their own, in a first column of this title."""
+    return Table.of(
+        [{**row, "name": name} for name, row in rows.items()], {title: "{name}"}, *parts
+    )
 
 
 def name_of(row: Row) -> str:
@@ -64,36 +104,34 @@ def paper_rows(results: Results) -> list[Row]:
 
 def paper(results: Results) -> Table:
     """Both libraries at the ratios of the paper."""
-    rows = paper_rows(results)
-    base = rows[0]
-    lines = []
-    for row in rows:
-        time, memory = f"{row['step_ms_unfused']:.2f} ms", f"{row['mib_unfused']:.1f} MiB"
-        speed = "1"
-        if row is not base:
-            time += f" ({percent(1 / row[UNFUSED])})"
-            memory += f" ({percent(row['mib_unfused'] / base['mib_unfused'])})"
-            speed = estimate(row, FUSED, 2)
-        ratio = f"{100 * row['settings'].get('ratio', 0):.0f}"
-        lines.append([ratio, name_of(row), *scores(row), time, memory, speed])
-    header = ["r %", "", *SCORES, "time, unfused", "memory, unfused", "speed-up, fused"]
-    return Table(header, lines, rows)
+    base, *merged = paper_rows(results)
+    for row in (base, *merged):
+        row["r"] = f"{100 * row['settings'].get('ratio', 0):.0f}"
+        row["time"] = "" if row is base else f" ({percent(1 / row[UNFUSED])})"
+        share = row["mib_unfused"] / base["mib_unfused"]
+        row["memory"] = "" if row is base else f" ({percent(share)})"
+    return Table.of(
+        [base, *merged],
+        {"r %": "{r}", "": name_of},
+        scores(*ALL),
+        {"time, unfused": "{step_ms_unfused:.2f} ms{time}"},
+        {"memory, unfused": "{mib_unfused:.1f} MiB{memory}"},
+        {"speed-up, fused": lambda row: "1" if row is base else estimate(row, FUSED, 2)},
+    )
 
 
 def windows(results: Results) -> Table:
     """Where tokens look for their like, at r = 0.3."""
-    front = {row["label"]: row for row in results.quality("front")}
+    front = results.by_label("front")
     even = [row for row in results.quality("paper") if gave_up_evenly(row)]
     rows = {
         "the whole image": front["attn 0.3, window 0"],
         ORIGINAL: front["0.1.3 0.3"],
         "windows of 8x8": front["attn 0.3"],
-        "windows of 8x8, the same share of each": next(
-            row for row in even if row["settings"]["ratio"] == 0.3
-        ),
     }
-    lines = [[name, *scores(row)] for name, row in rows.items()]
-    return Table(["r = 0.3", *SCORES], lines, list(rows.values()))
+    [last] = [row for row in even if row["settings"]["ratio"] == 0.3]
+    rows["windows of 8x8, the same share of each"] = last
+    return named("r = 0.3", rows, scores(*ALL))
 
 
 def front_rows(results: Results) -> list[Row]:
@@ -104,24 +142,23 @@ def front_rows(results: Results) -> list[Row]:
 
 
 def front(results: Results) -> Table:
-    rows = front_rows(results)
-    titles = ("LPIPS", "PSNR", "FID", "FID to unmerged", "KID x 1000")
-    lines = [
-        [row["label"].replace("0.1.3 ", f"{ORIGINAL}: "), *scores(row, *titles), *speeds(row)]
-        for row in rows
-    ]
-    return Table(["", *titles, "speed-up", "unfused"], lines, rows)
+    return Table.of(
+        front_rows(results),
+        {"": lambda row: row["label"].replace("0.1.3 ", f"{ORIGINAL}: ")},
+        scores("LPIPS", "PSNR", "FID", "FID to unmerged", "KID x 1000"),
+        speeds("speed-up", "unfused"),
+    )
 
 
 def preset_quality(results: Results) -> Table:
-    found = {row["label"]: row for row in results.quality("front")}
-    rows = {name: found[f"preset {name}"] for name in PRESETS}
-    lines = [
-        [f"`{name}`", options_of(PRESETS[name]), *speeds(row), *scores(row, "LPIPS", "FID")]
-        for name, row in rows.items()
-    ]
-    titles = [f"speed-up, {name}" for name in SPEEDS.values()]
-    return Table(["preset", "settings", *titles, "LPIPS", "FID"], lines, list(rows.values()))
+    found = results.by_label("front")
+    rows = {f"`{name}`": {**found[f"preset {name}"], "preset": name} for name in PRESETS}
+    settings = {"settings": lambda row: options_of(PRESETS[row["preset"]])}
+    return named("preset", rows, settings, speeds(), scores("LPIPS", "FID"))
+
+
+def options_of(settings: Row) -> str:
+    return ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
 
 
 def search_rows(results: Results) -> list[Row]:
@@ -132,68 +169,40 @@ def search(results: Results) -> Table:
     """What no other setting is both faster and closer than, with one attention or the other."""
     found = search_rows(results)
     best = {speed: pareto(found, speed) for speed in SPEEDS}
-    rows = sorted(
-        (row for row in found if any(row in rows for rows in best.values())),
-        key=lambda row: row["lpips"],
-    )
-    lines = []
+    rows = [row for row in found if any(row in rows for rows in best.values())]
     for row in rows:
-        cells = [times(row[speed]) for speed in SPEEDS]
-        marked = [
-            f"**{cell}**" if row in best[speed] else cell
-            for cell, speed in zip(cells, SPEEDS, strict=True)
-        ]
-        lines.append([row["label"], *scores(row, "LPIPS", "PSNR"), *marked])
-    titles = [f"speed-up, {name}" for name in SPEEDS.values()]
-    return Table(["settings", "LPIPS", "PSNR", *titles], lines, rows)
+        for speed in SPEEDS:
+            mark = "**" if row in best[speed] else ""
+            row[f"{speed}_cell"] = f"{mark}{times(row[speed])}{mark}"
+    rows.sort(key=lambda row: row["lpips"])
+    marked = {f"speed-up, {name}": f"{{{speed}_cell}}" for speed, name in SPEEDS.items()}
+    return Table.of(rows, {"settings": "{label}"}, scores("LPIPS", "PSNR"), marked)
 
 
 def defaults(results: Results) -> Table:
     """Half of the tokens at default settings, and the smallest changes that do better."""
-    found = {row["label"]: row for row in search_rows(results)}
+    found = results.by_label("search")
     rows = {
         "default": found["attn 0.5"],
         "`proportional=True`": found["attn 0.5, proportional"],
         "`target='kv'`": found["kv 0.5"],
         "`target='kv'`, `proportional=True`": found["kv 0.5, proportional"],
     }
-    lines = [[name, *speeds(row), *scores(row, "LPIPS", "PSNR")] for name, row in rows.items()]
-    titles = [f"speed-up, {name}" for name in SPEEDS.values()]
-    return Table(["`ratio=0.5`", *titles, "LPIPS", "PSNR"], lines, list(rows.values()))
+    return named("`ratio=0.5`", rows, speeds(), scores("LPIPS", "PSNR"))
 
 
 def ablation(group: str) -> Callable[[Results], Table]:
-    def table(results: Results) -> Table:
-        rows = [row for row in results.quality("ablations") if row["setting"] == group]
-        titles = ("FID", "FID to unmerged", "LPIPS", "PSNR")
-        lines = []
-        for row in rows:
-            of_paper = FID_OF_PAPER.get(row["label"])
-            cell = "-" if of_paper is None else f"{of_paper:.2f}"
-            lines.append([row["label"], cell, *scores(row, *titles)])
-        return Table([group, "paper: FID", *titles], lines, rows)
-
-    return table
+    return lambda results: Table.of(
+        [row for row in results.quality("ablations") if row["setting"] == group],
+        {group: "{label}", "paper: FID": lambda row: FID_OF_PAPER.get(row["label"], "-")},
+        scores("FID", "FID to unmerged", "LPIPS", "PSNR"),
+    )
 
 
 def other_algorithms(results: Results) -> Table:
     """K-means, similarity to the mean token, a noise threshold."""
     rows = [row for row in results.quality("seed") if row["settings"]]
-    lines = [[row["label"], *scores(row, "LPIPS", "PSNR", "FID"), *speeds(row)] for row in rows]
-    titles = [f"speed-up, {name}" for name in SPEEDS.values()]
-    return Table(["", "LPIPS", "PSNR", "FID", *titles], lines, rows)
-
-
-def options_of(settings: dict[str, Any]) -> str:
-    return ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
-
-
-FAMILIES = (
-    *("unmerged", "fewer steps", "merging", "presets", "reuse", "merging, reuse"),
-    *("coarse", "coarse, reuse", "coarse, fewer steps"),
-    *("first block cache", "MagCache", "TaylorSeer"),
-)
-"""Of trade-offs, in the order of the table."""
+    return Table.of(rows, {"": "{label}"}, scores("LPIPS", "PSNR", "FID"), speeds())
 
 
 def tradeoff_rows(results: Results, model: str, pixels: int) -> list[Row]:
@@ -213,19 +222,62 @@ def tradeoff_rows(results: Results, model: str, pixels: int) -> list[Row]:
 
 def tradeoffs(model: str, pixels: int) -> Callable[[Results], Table]:
     """Quality against speed of an embedded model."""
+    titles = ("KID x 1000", "more than unmerged", "KID to unmerged", "LPIPS", "PSNR")
 
     def table(results: Results) -> Table:
         rows = tradeoff_rows(results, model, pixels)
-        titles = {"KID x 1000": ("kid", 2, 1000), "more than unmerged": ("kid_change", 2, 1000)}
-        titles |= {"KID to unmerged": ("kid_unmerged", 2, 1000), "LPIPS": SCORES["LPIPS"]}
-        titles |= {"PSNR": ("psnr", 1, 1)}
-        titles = {title: s for title, s in titles.items() if any(has(row, s[0]) for row in rows)}
-        worked = any(has(row, "work") for row in rows)
-        lines = []
-        for row in rows:
-            work = [f"{row['work']:.2f}"] if worked else []
-            cells = [estimate(row, *score) for score in titles.values()]
-            lines.append([row["label"], str(row["images"]), *work, times(row["speedup"]), *cells])
-        return Table(["", "images", *["work"] * worked, "speed-up", *titles], lines, rows)
+        measured = [title for title in titles if any(has(row, SCORES[title][0]) for row in rows)]
+        work = {"work": "{work:.2f}"} if any(has(row, "work") for row in rows) else {}
+        first, speed = {"": "{label}", "images": "{images}"}, {"speed-up": "{speedup:.2f}x"}
+        return Table.of(rows, first, work, speed, scores(*measured, PSNR=1))
 
     return table
+
+
+def options(_: Results) -> Table:
+    """The fields of `Settings`; what they mean is in the docstring below each."""
+    body = ast.parse(inspect.getsource(Settings)).body[0].body
+    meanings = {
+        declared.target.id: " ".join(doc.value.value.split())
+        for declared, doc in itertools.pairwise(body)
+        if isinstance(declared, ast.AnnAssign) and isinstance(doc, ast.Expr)
+    }
+    lines = [
+        [f"`{one.name}`", f"`{one.default}`", meanings[one.name]]
+        for one in dataclasses.fields(Settings)
+    ]
+    return Table(["option", "default", "meaning"], lines)
+
+
+def readme(results: Results) -> Table:
+    """The unmerged model, the original and this library at half the tokens, and the presets."""
+    front, paper = results.by_label("front"), results.by_label("paper")
+    [larger] = [one for one in results.settings("presets") if one.first["width"] == 1024]
+
+    def on_sd(label: str) -> str:
+        row = larger.find(label)
+        return times(None if row is None else larger.speedup(row))
+
+    rows = {"unmerged": {**front["unmerged"], "on_sd": "1"}}
+    rows[f"{ORIGINAL}, `ratio=0.5`"] = {**front["0.1.3 0.5"], "on_sd": on_sd("original")}
+    rows["`ratio=0.5`"] = {**paper["this library 0.5"], "on_sd": on_sd("default")}
+    for name in PRESETS:
+        rows[f'`preset="{name}"`'] = {**front[f"preset {name}"], "on_sd": on_sd(name)}
+    digits = scores("FID", "LPIPS", "PSNR", FID=1, LPIPS=3, PSNR=1)
+    speed = speeds("speed-up", "with unfused attention")
+    return named("", rows, digits, speed, {"of SD 1.5, 1024 px": "{on_sd}"})
+
+
+TABLES: dict[str, Callable[[Results], Table]] = {
+    "options": options,
+    "quality": readme,
+    "the paper's ratios": paper,
+    "windows": windows,
+    "quality against speed": front,
+    "quality of presets": preset_quality,
+    "search": search,
+    "trade-offs": tradeoffs("transformer", 512),
+    "defaults": defaults,
+    **{name: ablation(name) for name in ("partition", "layers", "levels", "schedule")},
+    "other algorithms": other_algorithms,
+}

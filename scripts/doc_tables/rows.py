@@ -1,40 +1,22 @@
-"""The rows in benchmarks/results, and how tables write their numbers."""
+"""The rows in benchmarks/results, and tables of them."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tomesd.bench.rows import Row, read_rows
-from tomesd.bench.tables import (
-    Comparison,
-    comparisons,
-    duration,
-    markdown,
-    percent,
-    times,
-    versions,
-)
+from tomesd.bench.tables import Comparison, comparisons, markdown, versions
 from tomesd.evaluation.figures import pareto_front
-
-__all__ = [
-    "FUSED",
-    "ORIGINAL",
-    "OURS",
-    "SPEEDS",
-    "UNFUSED",
-    "Comparison",
-    "Results",
-    "Row",
-    "Table",
-    "pareto",
-    "percent",
-    "times",
-]
 
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
 FUSED, UNFUSED = "speedup", "speedup_unfused"
 SPEEDS = {FUSED: "fused attention", UNFUSED: "unfused attention"}
+
+Columns = Mapping[str, str | Callable[[Any], str]]
+"""By title, what the cell of a line says: a function of the line's row or comparison, or a format
+of the fields of its (first) row."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +25,16 @@ class Table:
     lines: Sequence[Sequence[str]]
     rows: Sequence[Row] = field(default=())
     """What the numbers come from."""
+
+    @classmethod
+    def of(
+        cls, found: Iterable[Any], *parts: Columns, rows: Sequence[Row] | None = None
+    ) -> "Table":
+        """A line for each row, or for each comparison, that was found."""
+        found = list(found)
+        titles, cells = zip(*(column for part in parts for column in part.items()), strict=True)
+        lines = [[_cell(one, what) for what in cells] for one in found]
+        return cls(titles, lines, rows_of(found) if rows is None else rows)
 
     def text(self, *, sources: bool) -> str:
         """In markdown, with a line on hardware, versions and commits if asked for.
@@ -56,6 +48,20 @@ class Table:
         return f"{table}\n\n{versions(rows)}." if sources and rows else table
 
 
+def _cell(one: Any, what: str | Callable[[Any], str]) -> str:
+    if not isinstance(what, str):
+        return what(one)
+    row = one.first if isinstance(one, Comparison) else one
+    try:
+        return what.format(**row)
+    except (KeyError, TypeError):  # the field is not there, or None
+        return "-"
+
+
+def rows_of(found: Iterable[Any]) -> list[Row]:
+    return [row for one in found for row in ([one] if isinstance(one, dict) else one)]
+
+
 class Results:
     """The rows of a folder. Of what was measured several times, the last counts."""
 
@@ -65,19 +71,16 @@ class Results:
     def file(self, name: str) -> list[Row]:
         return read_rows(self._folder / f"{name}.jsonl")
 
-    def runs(self, section: str) -> dict[tuple[str, str], list[Comparison]]:
-        """By setting and mode, all measurements of a section of the benchmarks, the last first."""
+    def settings(self, section: str, mode: str = "") -> list[Comparison]:
+        """The last measurement of each setting in a section of the benchmarks, in each mode."""
         rows = [row for name in ("dit", "gpu", "compiled", "cpu") for row in self.file(name)]
-        found: dict[tuple[str, str], list[Comparison]] = {}
-        for one in comparisons(row for row in rows if row["section"] == section):
-            found.setdefault((one.first["setting"], one.first["mode"]), []).append(one)
-        for measured in found.values():
-            measured.sort(key=lambda one: one.first["date"], reverse=True)
-        return found
-
-    def settings(self, section: str) -> list[Comparison]:
-        """The last measurement of each setting."""
-        return [runs[0] for runs in self.runs(section).values()]
+        rows = [row for row in rows if row["section"] == section and mode in ("", row["mode"])]
+        last: dict[tuple[str, str], Comparison] = {}
+        for one in comparisons(rows):
+            key = one.first["setting"], one.first["mode"]
+            if one.first["date"] >= last.get(key, one).first["date"]:
+                last[key] = one
+        return list(last.values())
 
     def quality(self, section: str) -> list[Row]:
         """What was found out about images, in the order of the table, with speeds."""
@@ -87,9 +90,12 @@ class Results:
             key = [gave_up_evenly(row), *(row[name] for name in names)]
             last[json.dumps(key, sort_keys=True)] = row
         rows = last.values()
-        timed = {same_settings(row): row for row in rows if row["section"] == "quality-speed"}
+        timed = {_same_settings(row): row for row in rows if row["section"] == "quality-speed"}
         found = [row for row in rows if row["section"] == f"quality-{section}"]
-        return sorted((with_speed(row, timed) for row in found), key=lambda row: row["place"])
+        return sorted((_with_speed(row, timed) for row in found), key=lambda row: row["place"])
+
+    def by_label(self, section: str) -> dict[str, Row]:
+        return {row["label"]: row for row in self.quality(section)}
 
 
 def gave_up_evenly(row: Row) -> bool:
@@ -97,13 +103,13 @@ def gave_up_evenly(row: Row) -> bool:
     return row["variant"] == "tomesd" and row["commit"] in ("e1ddc58", "8f8ac60")
 
 
-def same_settings(row: Row) -> str:
+def _same_settings(row: Row) -> str:
     return json.dumps([row["variant"], row["settings"]], sort_keys=True)
 
 
-def with_speed(row: Row, timed: dict[str, Row]) -> Row:
+def _with_speed(row: Row, timed: dict[str, Row]) -> Row:
     """With the times of its settings, if they were measured apart from the images."""
-    found = timed.get(same_settings(row))
+    found = timed.get(_same_settings(row))
     if has(row, FUSED) or found is None:
         return row
     kept = ("speedup", "step_ms_", "mib_")
@@ -114,37 +120,7 @@ def has(row: Row, *names: str) -> bool:
     return all(row.get(name) is not None for name in names)
 
 
-def estimate(row: Row, name: str, digits: int, scale: float = 1.0) -> str:
-    """A value with half of its interval."""
-    if not has(row, name):
-        return "-"
-    text = f"{scale * row[name]:.{digits}f}"
-    if not has(row, f"{name}_low", f"{name}_high"):
-        return text
-    return f"{text} ± {scale * (row[f'{name}_high'] - row[f'{name}_low']) / 2:.{digits}f}"
-
-
 def pareto(rows: Iterable[Row], speed: str) -> list[Row]:
     """Those that no other is both faster and closer to the unmerged image than, slowest first."""
     known = [row for row in rows if has(row, speed, "lpips")]
     return [known[i] for i in pareto_front([(row[speed], row["lpips"]) for row in known], "less")]
-
-
-def ms(row: Row | None) -> str:
-    """Milliseconds, or in a word why there are none."""
-    return "-" if row is None else duration(row)
-
-
-def mib(row: Row | None) -> str:
-    return ms(row) if row is None or row["seconds"] is None else f"{row['peak_mib']:,.0f}"
-
-
-def gained(found: Comparison, row: Row | None, *, spread: bool = False) -> str:
-    """Milliseconds, with their spread if asked for, and how many times as fast as unpatched."""
-    if row is None or row["seconds"] is None:
-        return ms(row)
-    cell = f"{ms(row)} ± {1000 * row['spread']:.1f}" if spread else ms(row)
-    if row["variant"] == "unpatched":
-        return cell
-    alone = ", left alone" if row.get("left_alone") else ""
-    return f"{cell} ({times(found.speedup(row))}{alone})"

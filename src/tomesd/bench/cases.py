@@ -220,10 +220,7 @@ def _time_together(
         return {number: {"seconds": None, "error": outcome} for number in ready}
     return {
         number: {
-            "seconds": outcome[number].median,
-            "spread": outcome[number].spread,
-            "repeats": len(outcome[number].seconds),
-            "calls": outcome[number].calls,
+            **outcome[number].row(),
             "host_seconds": item.time_launches(),
             "peak_mib": item.peak_mib,
             "pool_mib": item.pool_mib,

@@ -14,7 +14,7 @@ import torch
 from ..generation.loading import first_line
 from ..machine import synchronize
 from .calls import Call
-from .rows import OUT_OF_MEMORY
+from .rows import OUT_OF_MEMORY, Row
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -66,6 +66,14 @@ class Timing:
         if len(self.seconds) < 2:
             return math.inf
         return 0.93 * self.spread / math.sqrt(len(self.seconds)) / self.median
+
+    def row(self) -> Row:
+        """The fields of a row that tell how long a call takes."""
+        repeats = len(self.seconds)
+        return {
+            **{"seconds": self.median, "spread": self.spread},
+            **{"repeats": repeats, "calls": self.calls},
+        }
 
 
 @contextmanager

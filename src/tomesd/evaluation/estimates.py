@@ -31,6 +31,10 @@ class Estimate:
         numbers = {name: None if v is None else float(v) for name, v in values.items()}
         return cls(**numbers)  # type: ignore[arg-type]
 
+    def fields(self, name: str) -> dict[str, float | None]:
+        """Of a row that has it under this name."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
     def times_faster(self) -> str:
         """A speed-up in words: with its interval, or with a word if there is none."""
         if self.low is None or self.high is None:

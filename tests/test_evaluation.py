@@ -34,9 +34,9 @@ from tomesd.evaluation import (
     parse_vary,
     read_results,
 )
-from tomesd.evaluation.images import versions
-from tomesd.evaluation.needs import need
+from tomesd.evaluation.runs import versions
 from tomesd.generation import LoadError, load_pipeline, sample
+from tomesd.generation.loading import need
 from tomesd.generation.sampling import set_scheduler
 
 PROMPTS = ["a cat", "a dog", "a fox", "a pig", "a cow"]

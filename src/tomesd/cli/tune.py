@@ -70,11 +70,10 @@ class Tune:
 
     def run(self, console: Console) -> None:
         from ..evaluation import Sampling
-        from ..evaluation.needs import need
         from ..evaluation.networks import Lpips
         from ..evaluation.search_space import can_be_coarse, levels_of
         from ..evaluation.tuning import Budget, SideBySide, choose, front_of
-        from ..generation.loading import denoiser
+        from ..generation.loading import denoiser, need
         from ..generation.sampling import estimate_seconds
 
         need("optuna", "scipy", "torchmetrics")
@@ -207,7 +206,7 @@ class Tune:
         seen: "list[Measurement]",
     ) -> dict[str, Any]:
         """What was measured, and on what."""
-        from ..evaluation.images import device_name, versions
+        from ..evaluation.runs import device_name, versions
 
         return {
             "budget": str(budget),

@@ -31,11 +31,15 @@ class Estimate:
         numbers = {name: None if v is None else float(v) for name, v in values.items()}
         return cls(**numbers)  # type: ignore[arg-type]
 
+    def interval(self, show: Callable[[float], str] = "{:.2f}".format) -> str:
+        """ "low to high", or nothing."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{show(self.low)} to {show(self.high)}"
+
     def times_faster(self) -> str:
         """A speed-up in words: with its interval, or with a word if there is none."""
-        if self.low is None or self.high is None:
-            return f"{self.value:.2f}x ({TOO_FEW})"
-        return f"{self.value:.2f}x ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.value:.2f}x ({self.interval() or TOO_FEW})"
 
     def times(self, scale: float) -> "Estimate":
         low, high = (None if end is None else scale * end for end in (self.low, self.high))

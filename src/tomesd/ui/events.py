@@ -13,11 +13,11 @@ import torch
 
 from .. import presets
 from ..generation import LoadError
+from ..generation.lines import command_line, python_line
 from ..hosts import UnsupportedModelError
 from ..settings import Settings
 from .form import read_form, shown_values
 from .job import Request, Result, StoppedError, Studio
-from .lines import command_line, python_line
 from .views import caption, note, numbers, summary
 
 __all__ = ["DEFAULTS", "Events", "Inputs", "Outputs"]
@@ -218,7 +218,7 @@ class Events:
             ),
             outputs.map: picture,
             outputs.map_words: words,
-            outputs.python: python_line(request.settings),
+            outputs.python: python_line(presets.options_of(request.settings)),
             outputs.command: command_line(request.prompt, request.settings, **options),
             outputs.details: gr.Column(visible=True),
             outputs.gallery: gr.Gallery(self._pictures(), visible=True),

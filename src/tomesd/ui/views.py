@@ -3,10 +3,9 @@
 import html
 from typing import Literal
 
+from ..generation.lines import arguments
+from ..presets import changed
 from .job import Result
-from .lines import settings_words
-
-__all__ = ["caption", "note", "numbers", "summary"]
 
 
 def note(words: str, kind: Literal["info", "good", "warning", "error"] = "info") -> str:
@@ -50,7 +49,8 @@ def _memory(mib: float | None) -> str:
 
 def caption(result: Result) -> str:
     """Below a picture in the gallery."""
-    return f"{result.number}. {settings_words(result.request.settings)}"
+    options = {k: v for k, v in changed(result.request.settings).items() if k != "seed"}
+    return f"{result.number}. {arguments(options) or 'default settings'}"
 
 
 def _merged_steps(result: Result) -> int:

@@ -15,8 +15,8 @@ from PIL import Image
 from zoo_diffusers import make_sd_pipeline
 
 import tomesd
-from tomesd.cli.progress import about
 from tomesd.cli.run import parse, run
+from tomesd.cli.screen import about
 from tomesd.generation import MergeMap, draw_map, load_pipeline, record_maps, sample, save_image
 from tomesd.generation.sampling import Batch, Sampling, estimate_seconds
 

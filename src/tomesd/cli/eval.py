@@ -14,7 +14,7 @@ from rich.table import Table
 from ..files import check_writable
 from ..presets import Kind
 from .options import ModelOptions, PromptOptions, RatiosOptions, SamplingOptions
-from .progress import about, progress_bar
+from .screen import about, number_table, progress_bar
 
 if TYPE_CHECKING:
     from .. import evaluation
@@ -144,28 +144,23 @@ def _tables(results: "Sequence[Result]") -> list[Table]:
     from ..evaluation.results import labels_of, metrics_in
 
     labels = labels_of(results)
+
+    def name(result: "Result") -> str:
+        return labels[result.variant.name]
+
     tables = []
     for title, of_sets in (("Sets of images", True), ("Single images", False)):
         shown = [m for m in metrics_in(results) if (m.distance is not None) == of_sets]
         if shown:
-            table = _table(title, *(f"{metric.title} {metric.arrow}" for metric in shown))
-            for result in results:
-                numbers = (metric.with_margin(result.metrics) for metric in shown)
-                table.add_row(labels[result.variant.name], *numbers)
-            tables.append(table)
-    measured = any(result.peak_mib is not None for result in results)  # not on a CPU
-    cost = _table("Cost", "s / image", "speed-up", *(["MiB / image"] if measured else []))
-    for result in results:
-        seconds = "-" if result.seconds is None else f"{result.seconds:.3f}"
-        speedup = "-" if result.speedup is None else result.speedup.times_faster()
-        memory = "-" if result.peak_mib is None else f"{result.peak_mib:.0f}"
-        cost.add_row(labels[result.variant.name], seconds, speedup, *([memory] if measured else []))
-    return [*tables, cost]
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    table.add_column("", overflow="fold")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+            header = ["", *(f"{metric.title} {metric.arrow}" for metric in shown)]
+            rows = [[name(r), *(m.with_margin(r.metrics) for m in shown)] for r in results]
+            tables.append(number_table(title, header, rows))
+    cost = {
+        "": [name(r) for r in results],
+        "s / image": ["-" if r.seconds is None else f"{r.seconds:.3f}" for r in results],
+        "speed-up": ["-" if r.speedup is None else r.speedup.times_faster() for r in results],
+    }
+    if any(r.peak_mib is not None for r in results):  # not on a CPU
+        memory = ["-" if r.peak_mib is None else f"{r.peak_mib:.0f}" for r in results]
+        cost["MiB / image"] = memory
+    return [*tables, number_table("Cost", list(cost), zip(*cost.values(), strict=True))]

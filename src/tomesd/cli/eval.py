@@ -5,19 +5,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from ..files import check_writable
-from ..presets import Kind
 from .options import ModelOptions, PromptOptions, RatiosOptions, SamplingOptions
 from .screen import about, number_table, progress_bar
 
 if TYPE_CHECKING:
-    from .. import evaluation
     from ..evaluation import Result
 
 
@@ -71,18 +68,26 @@ class Eval:
         reference = None if self.reference is None else evaluation.Reference.of(self.reference)
         console.print(f"Loading the model ({self.model.model})")
         pipe = replace(self.model, device=processes.device(self.model.device)).load()
-        variants = self._variants(original, kind_of(pipe))
+        each = self.merge.each(kind_of(pipe))
+        ratios = [settings.ratio for settings in each]
+        vary = evaluation.parse_vary(self.vary)
         definition = evaluation.define(
             pipe,
             model={key: value for key, value in asdict(self.model).items() if key != "device"},
             prompts=self.prompt.prompts,
             items=items,
-            variants=variants,
+            variants=evaluation.make_variants(ratios, each[0], vary, original),
             batch=self.batch,
             command=shlex.join(["tomesd", *sys.argv[1:]]),
             **self.sampling.arguments(),
         )
-        judges = self._judges(denoiser(pipe).device)
+        judges = evaluation.Judges.load(
+            denoiser(pipe).device,
+            inception=(self.inception or True) if self.sets else None,
+            lpips=None if self.lpips == "none" else self.lpips,
+            lpips_weights=self.lpips_weights,
+            clip=self.clip,
+        )
         suffix = "" if processes.count == 1 else f" (1 of {processes.count} processes)"
 
         def on_estimate(seconds: float, images: int) -> None:
@@ -109,25 +114,6 @@ class Eval:
         if processes.is_main:
             _print(console, results, self.out)
         processes.close()
-
-    def _variants(self, original: ModuleType | None, kind: Kind) -> "list[evaluation.Variant]":
-        from .. import evaluation
-
-        each = self.merge.each(kind)
-        ratios = [settings.ratio for settings in each]
-        vary = evaluation.parse_vary(self.vary)
-        return evaluation.make_variants(ratios, each[0], vary, original)
-
-    def _judges(self, device: Any) -> "evaluation.Judges":
-        from .. import evaluation
-
-        return evaluation.Judges.load(
-            device,
-            inception=(self.inception or True) if self.sets else None,
-            lpips=None if self.lpips == "none" else self.lpips,
-            lpips_weights=self.lpips_weights,
-            clip=self.clip,
-        )
 
 
 def _print(console: Console, results: "Sequence[Result]", out: Path) -> None:

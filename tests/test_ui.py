@@ -53,13 +53,6 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model") / "sd"
-    make_sd_pipeline().save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture
 def studio(tmp_path: Path) -> Studio:
     return Studio(lambda name: make_sd_pipeline(), tmp_path)

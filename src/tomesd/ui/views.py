@@ -16,7 +16,8 @@ def note(words: str, kind: Literal["info", "good", "warning", "error"] = "info")
 
 def summary(result: Result) -> str:
     """The line that says what came out of a job."""
-    steps, merged, left_out = len(result.maps), _merged_steps(result), sum(result.left_out)
+    steps, left_out = len(result.maps), sum(result.left_out)
+    merged = sum(map is not None for map in result.maps)
     words = f"Merged at {merged} of {steps} steps"
     words += f", and a part of the model left out at {left_out}" if left_out else ""
     if result.alike:
@@ -51,10 +52,6 @@ def caption(result: Result) -> str:
     """Below a picture in the gallery."""
     options = {k: v for k, v in changed(result.request.settings).items() if k != "seed"}
     return f"{result.number}. {arguments(options) or 'default settings'}"
-
-
-def _merged_steps(result: Result) -> int:
-    return sum(map is not None for map in result.maps)
 
 
 def _tokens(result: Result) -> tuple[str, str]:

@@ -69,7 +69,6 @@ class Result:
     warnings: tuple[str, ...]
     reused: bool
     """Whether the unmerged image is that of the job before."""
-    device: str
     files: tuple[Path, Path]
     """The unmerged and the merged image, with how they were made written into them."""
 
@@ -195,7 +194,6 @@ class Studio:
                 left_out,
                 tuple(notes),
                 reused,
-                denoiser(pipe).device.type,
                 self._save(number, request.model, unmerged, merged),
             )
             self.results[number] = made

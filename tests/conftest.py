@@ -3,7 +3,8 @@
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +37,32 @@ def own_attention_backend() -> Iterator[None]:
     yield
     if registry is not None:
         registry._active_backend = before
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny pipeline, as commands take it."""
+    from zoo_diffusers import make_sd_pipeline
+
+    folder = tmp_path_factory.mktemp("model") / "sd"
+    make_sd_pipeline().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Callable[[list[str]], str]:
+    """Gives a command words that are wrong, in an empty folder; returns the one line it says."""
+    from tomesd.cli.run import run
+
+    def refused(words: list[str]) -> str:
+        monkeypatch.chdir(tmp_path)
+        assert run(words) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("tomesd: ")
+        assert error.count("\n") == 1
+        assert not any(tmp_path.iterdir())
+        return error
+
+    return refused

@@ -36,11 +36,10 @@ from tomesd.evaluation import (
 )
 from tomesd.evaluation.estimates import speedup_estimate
 from tomesd.evaluation.figures import draw_pareto, pareto_front
-from tomesd.evaluation.images import versions
 from tomesd.evaluation.metrics import Pictures, QualityMetric
 from tomesd.evaluation.report import _sureness, write_report
 from tomesd.evaluation.results import labels_of, methods_of
-from tomesd.evaluation.runs import describe_cpu
+from tomesd.evaluation.runs import describe_cpu, versions
 
 PROMPTS = [f'a <b>{animal}</b> & "friends"' for animal in ("cat", "dog", "fox", "pig")]
 # On a CPU and at this size, merging does not pay, and would not be done.

@@ -24,11 +24,11 @@ import tomesd
 from tomesd import machine, presets
 from tomesd.cli.run import parse, run
 from tomesd.generation import hires, sample
+from tomesd.generation.lines import arguments, command_line, python_line
 from tomesd.settings import Settings
 from tomesd.ui.events import Events, Inputs
 from tomesd.ui.form import FIRST, OPTIONS, read_form, shown_values
 from tomesd.ui.job import Request, StoppedError, Studio
-from tomesd.ui.lines import command_line, python_line
 from tomesd.ui.views import numbers, summary
 
 FLAGS = [
@@ -51,13 +51,6 @@ SETTINGS = [
     Settings(depth=(0.25, 0.75), target="stack", start=0.1, tau=0.9),
     Settings(kind_ratios={"attn": 0.5, "mlp": 0.25}, merge_mlp=True),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model") / "sd"
-    make_sd_pipeline().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture
@@ -218,7 +211,7 @@ def test_the_form_has_every_option_with_its_documentation() -> None:
     assert all(option.doc.endswith(".") for option in OPTIONS.values())
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: python_line(settings)[24:])
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: arguments(presets.options_of(one)))
 def test_forms_and_lines_give_the_settings_back(settings: Settings) -> None:
     form = read_form(shown_values(settings), seed=settings.seed)
     assert plain(form) == plain(settings)
@@ -232,7 +225,7 @@ def test_forms_and_lines_give_the_settings_back(settings: Settings) -> None:
     assert plain(command.merge.checked()) == plain(settings)
     patched = make_sd_pipeline()
     if settings.depth is None:  # which only transformers have
-        eval(python_line(settings), {"tomesd": tomesd, "pipe": patched})
+        eval(python_line(presets.options_of(settings)), {"tomesd": tomesd, "pipe": patched})
         assert tomesd.patch.patch_of(patched.unet).asked == settings
 
 

@@ -52,7 +52,7 @@ FID_OF_PAPER = {
 FAMILIES = (
     *("unmerged", "fewer steps", "merging", "presets", "reuse", "merging, reuse"),
     *("coarse", "coarse, reuse", "coarse, fewer steps"),
-    *("first block cache", "MagCache", "TaylorSeer"),
+    *("first block cache", "MagCache", "TaylorSeer", "DeepCache"),
 )
 """Of trade-offs, in the order of the table."""
 
@@ -277,6 +277,8 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "quality of presets": preset_quality,
     "search": search,
     "trade-offs": tradeoffs("transformer", 512),
+    "trade-offs at 256 px": tradeoffs("transformer", 256),
+    "trade-offs of the UNet": tradeoffs("unet", 256),
     "defaults": defaults,
     **{name: ablation(name) for name in ("partition", "layers", "levels", "schedule")},
     "other algorithms": other_algorithms,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import apply_patch
-from ..generation.original import load_original
+from ..generation.original import load_original, original_options
 from ..hosts import find_models
 from ..kernels import Cells
 from ..patch import patch_of
@@ -18,17 +18,6 @@ UNPATCHED, OURS, ORIGINAL, FREE = "unpatched", "tomesd", "original", "free"
 
 # A plan that is used longer is taken to be kept for the whole image.
 _LONGEST_PERIOD = 16
-
-_ORIGINAL_OPTIONS = [
-    "ratio",
-    "max_downsample",
-    "sx",
-    "sy",
-    "use_rand",
-    "merge_attn",
-    "merge_crossattn",
-    "merge_mlp",
-]
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,7 @@ class Contender:
         if self.settings is None:
             raise ValueError(f"contender={self.kind!r}: needs settings")
         if self.kind == ORIGINAL:
-            self._apply_original(model)
+            self._apply_original(model, self.settings)
             return
         apply_patch(model, **asdict(self.settings))
         if self.kind == FREE:
@@ -66,13 +55,14 @@ class Contender:
                 assert patch is not None
                 patch.selector = FreeSelector()
 
-    def _apply_original(self, model: nn.Module) -> None:
+    def _apply_original(self, model: nn.Module, settings: Settings) -> None:
         if self.folder is None:
             raise ValueError(f"contender={self.kind!r}: needs the folder that it lies in")
-        options = {name: getattr(self.settings, name) for name in _ORIGINAL_OPTIONS}
-        if options["max_downsample"] is None:
+        original = load_original(self.folder)
+        options = original_options(original, settings)
+        if settings.max_downsample is None:
             options["max_downsample"] = _finest_level(model)
-        load_original(self.folder).apply_patch(model, **options)
+        original.apply_patch(model, **options)
 
     @property
     def period(self) -> int:

@@ -12,7 +12,7 @@ from ..choices import DEMO_MODEL, EMBEDDED, Dtype, Mode
 from ..files import check_writable, write_text
 from ..settings import Settings
 from .options import RatiosOptions, Size, parse_size, warn_of_dtype
-from .progress import about, progress_bar
+from .screen import about, progress_bar
 
 if TYPE_CHECKING:
     from ..bench import Case, Contender

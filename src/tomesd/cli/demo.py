@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ..files import check_writable, json_lines, unused, write_text
 from .options import ImageOptions, ModelOptions, RatiosOptions
-from .progress import progress_bar
+from .screen import number_table, progress_bar
 
 if TYPE_CHECKING:
     from ..generation import ImageComparison, RatioSummary
@@ -95,20 +95,14 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _table(rows: "tuple[RatioSummary, ...]", names: tuple[str, ...]) -> Table:
-    table = Table()
-    titles = ["", "tokens", "s / step", "speed-up", "PSNR", "SSIM"]
-    measured = all(row.peak_mib is not None for row in rows)  # not on a CPU
-    for title in [*titles, *(["peak MiB"] if measured else [])]:
-        table.add_column(title, justify="right")
-    base = rows[0].step_seconds
-    for row, name in zip(rows, names, strict=True):
-        cells = [
-            name,
-            str(row.tokens),
-            f"{row.step_seconds:.3f}",
-            f"{base / row.step_seconds:.2f}x",
-            "-" if row.psnr is None else f"{row.psnr:.1f}",
-            "-" if row.ssim is None else f"{row.ssim:.3f}",
-        ]
-        table.add_row(*cells, *([f"{row.peak_mib:.0f}"] if measured else []))
-    return table
+    columns = {
+        "": list(names),
+        "tokens": [str(row.tokens) for row in rows],
+        "s / step": [f"{row.step_seconds:.3f}" for row in rows],
+        "speed-up": [f"{rows[0].step_seconds / row.step_seconds:.2f}x" for row in rows],
+        "PSNR": ["-" if row.psnr is None else f"{row.psnr:.1f}" for row in rows],
+        "SSIM": ["-" if row.ssim is None else f"{row.ssim:.3f}" for row in rows],
+    }
+    if all(row.peak_mib is not None for row in rows):  # not on a CPU
+        columns["peak MiB"] = [f"{row.peak_mib:.0f}" for row in rows]
+    return number_table(None, list(columns), zip(*columns.values(), strict=True), first="right")

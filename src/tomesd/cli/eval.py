@@ -5,19 +5,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from ..files import check_writable
-from ..presets import Kind
 from .options import ModelOptions, PromptOptions, RatiosOptions, SamplingOptions
-from .progress import about, progress_bar
+from .screen import about, number_table, progress_bar
 
 if TYPE_CHECKING:
-    from .. import evaluation
     from ..evaluation import Result
 
 
@@ -71,18 +68,26 @@ class Eval:
         reference = None if self.reference is None else evaluation.Reference.of(self.reference)
         console.print(f"Loading the model ({self.model.model})")
         pipe = replace(self.model, device=processes.device(self.model.device)).load()
-        variants = self._variants(original, kind_of(pipe))
+        each = self.merge.each(kind_of(pipe))
+        ratios = [settings.ratio for settings in each]
+        vary = evaluation.parse_vary(self.vary)
         definition = evaluation.define(
             pipe,
             model={key: value for key, value in asdict(self.model).items() if key != "device"},
             prompts=self.prompt.prompts,
             items=items,
-            variants=variants,
+            variants=evaluation.make_variants(ratios, each[0], vary, original),
             batch=self.batch,
             command=shlex.join(["tomesd", *sys.argv[1:]]),
             **self.sampling.arguments(),
         )
-        judges = self._judges(denoiser(pipe).device)
+        judges = evaluation.Judges.load(
+            denoiser(pipe).device,
+            inception=(self.inception or True) if self.sets else None,
+            lpips=None if self.lpips == "none" else self.lpips,
+            lpips_weights=self.lpips_weights,
+            clip=self.clip,
+        )
         suffix = "" if processes.count == 1 else f" (1 of {processes.count} processes)"
 
         def on_estimate(seconds: float, images: int) -> None:
@@ -110,25 +115,6 @@ class Eval:
             _print(console, results, self.out)
         processes.close()
 
-    def _variants(self, original: ModuleType | None, kind: Kind) -> "list[evaluation.Variant]":
-        from .. import evaluation
-
-        each = self.merge.each(kind)
-        ratios = [settings.ratio for settings in each]
-        vary = evaluation.parse_vary(self.vary)
-        return evaluation.make_variants(ratios, each[0], vary, original)
-
-    def _judges(self, device: Any) -> "evaluation.Judges":
-        from .. import evaluation
-
-        return evaluation.Judges.load(
-            device,
-            inception=(self.inception or True) if self.sets else None,
-            lpips=None if self.lpips == "none" else self.lpips,
-            lpips_weights=self.lpips_weights,
-            clip=self.clip,
-        )
-
 
 def _print(console: Console, results: "Sequence[Result]", out: Path) -> None:
     for table in _tables(results):
@@ -144,28 +130,23 @@ def _tables(results: "Sequence[Result]") -> list[Table]:
     from ..evaluation.results import labels_of, metrics_in
 
     labels = labels_of(results)
+
+    def name(result: "Result") -> str:
+        return labels[result.variant.name]
+
     tables = []
     for title, of_sets in (("Sets of images", True), ("Single images", False)):
         shown = [m for m in metrics_in(results) if (m.distance is not None) == of_sets]
         if shown:
-            table = _table(title, *(f"{metric.title} {metric.arrow}" for metric in shown))
-            for result in results:
-                numbers = (metric.with_margin(result.metrics) for metric in shown)
-                table.add_row(labels[result.variant.name], *numbers)
-            tables.append(table)
-    measured = any(result.peak_mib is not None for result in results)  # not on a CPU
-    cost = _table("Cost", "s / image", "speed-up", *(["MiB / image"] if measured else []))
-    for result in results:
-        seconds = "-" if result.seconds is None else f"{result.seconds:.3f}"
-        speedup = "-" if result.speedup is None else result.speedup.times_faster()
-        memory = "-" if result.peak_mib is None else f"{result.peak_mib:.0f}"
-        cost.add_row(labels[result.variant.name], seconds, speedup, *([memory] if measured else []))
-    return [*tables, cost]
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
-    table.add_column("", overflow="fold")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+            header = ["", *(f"{metric.title} {metric.arrow}" for metric in shown)]
+            rows = [[name(r), *(m.with_margin(r.metrics) for m in shown)] for r in results]
+            tables.append(number_table(title, header, rows))
+    cost = {
+        "": [name(r) for r in results],
+        "s / image": ["-" if r.seconds is None else f"{r.seconds:.3f}" for r in results],
+        "speed-up": ["-" if r.speedup is None else r.speedup.times_faster() for r in results],
+    }
+    if any(r.peak_mib is not None for r in results):  # not on a CPU
+        memory = ["-" if r.peak_mib is None else f"{r.peak_mib:.0f}" for r in results]
+        cost["MiB / image"] = memory
+    return [*tables, number_table("Cost", list(cost), zip(*cost.values(), strict=True))]

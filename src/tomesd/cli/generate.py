@@ -11,7 +11,7 @@ from rich.console import Console
 from ..files import check_writable, read_text, unused
 from ..settings import Settings
 from .options import ImageOptions, MergeOptions, ModelOptions
-from .progress import about, progress_bar
+from .screen import about, progress_bar
 
 if TYPE_CHECKING:
     from ..generation import Sample

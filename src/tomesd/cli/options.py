@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -86,33 +87,26 @@ types = ConstructorRegistry()
 
 
 @types.primitive_rule
-def _schedule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    return (
-        _words("linear|cosine|[SELECTOR:]RATIO [...]", _word_or_ratios)
-        if info.type == Schedule
-        else None
-    )
+def _in_words(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    rules: list[tuple[Any, str, Callable[[list[str]], Any]]] = [
+        (Schedule, "linear|cosine|[SELECTOR:]RATIO [...]", _word_or_ratios),
+        (Size | None, "SIDE|WIDTHxHEIGHT", parse_size),
+        (Protect, "guidance", " ".join),
+    ]
+    for wanted, metavar, read in rules:
+        if info.type == wanted:
+            return PrimitiveConstructorSpec(
+                nargs="*",
+                metavar=metavar,
+                instance_from_str=partial(_unless_none, read),
+                is_instance=lambda value: True,
+                str_from_instance=lambda value: [str(value)],
+            )
+    return None
 
 
-@types.primitive_rule
-def _size(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    wanted: Any = Size | None
-    return _words("SIDE|WIDTHxHEIGHT", parse_size) if info.type == wanted else None
-
-
-@types.primitive_rule
-def _protect(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    return _words("guidance", " ".join) if info.type == Protect else None
-
-
-def _words(metavar: str, read: Callable[[list[str]], Any]) -> PrimitiveConstructorSpec[Any]:
-    return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar=metavar,
-        instance_from_str=lambda words: None if words == ["None"] else read(words),
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [str(value)],
-    )
+def _unless_none(read: Callable[[list[str]], Any], words: list[str]) -> Any:
+    return None if words == ["None"] else read(words)
 
 
 def _word_or_ratios(words: list[str]) -> str | list[Any]:

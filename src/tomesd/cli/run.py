@@ -4,8 +4,9 @@ import os
 import sys
 import warnings
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
-from typing import Annotated, Any, get_args
+from functools import cache, reduce
+from operator import or_
+from typing import Annotated, Any
 
 import docstring_parser
 import tyro
@@ -25,17 +26,9 @@ from .show import Show
 from .tune import NothingFoundError, Tune
 from .ui import Ui
 
-_COMMANDS: Any = (
-    Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Generate, tyro.conf.subcommand("generate")]
-    | Annotated[Show, tyro.conf.subcommand("show")]
-    | Annotated[Describe, tyro.conf.subcommand("describe")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Eval, tyro.conf.subcommand("eval")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
-    | Annotated[Tune, tyro.conf.subcommand("tune")]
-    | Annotated[Ui, tyro.conf.subcommand("ui")]
+_COMMANDS: tuple[Any, ...] = (
+    *(Demo, Generate, Show, Describe, Bench),
+    *(Eval, Report, Calibrate, Tune, Ui),
 )
 
 
@@ -92,9 +85,12 @@ def _tell_failure(errors: Console, error: Exception) -> int:
 def parse(arguments: list[str]) -> Any:
     """The command that the words ask for."""
     _keep_help_together()
+    # Each is called by the name of its class.
+    named: Any = (Annotated[c, tyro.conf.subcommand(c.__name__.lower())] for c in _COMMANDS)
+    commands: Any = reduce(or_, named)
     with types:
         command = tyro.cli(
-            _COMMANDS,
+            commands,
             prog="tomesd",
             description="Token merging for diffusion models.",
             args=arguments,
@@ -108,8 +104,7 @@ def parse(arguments: list[str]) -> Any:
 @cache
 def _keep_help_together() -> None:
     """Gives tyro the docstring of every option as one line: it would keep the breaks in them."""
-    commands = [get_args(command)[0] for command in get_args(_COMMANDS)]
-    for command in commands:
+    for command in _COMMANDS:
         groups = [f.type for f in fields(command) if is_dataclass(f.type)]
         for options in (command, *groups):
             parsed = [docstring_parser.parse_from_object(cls) for cls in options.__mro__[-2::-1]]

@@ -9,7 +9,7 @@ from rich.console import Console
 from ..files import check_writable, unused
 from ..settings import Settings
 from .options import ImageOptions, MergeOptions, ModelOptions, Size
-from .progress import progress_bar
+from .screen import progress_bar
 
 if TYPE_CHECKING:
     from PIL import Image

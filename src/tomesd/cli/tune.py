@@ -1,9 +1,8 @@
 """tomesd tune: the settings that keep a budget of quality or of time."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,14 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import presets
-from ..files import check_writable, read_json_lines, unused
+from ..files import append_json_line, check_writable, read_json_lines, unused
 from .options import MergeOptions, ModelOptions, PromptOptions, SamplingOptions
-from .progress import about, progress_bar
+from .screen import about, number_table, progress_bar
 
 if TYPE_CHECKING:
     from ..evaluation import Item, Sampling
-    from ..evaluation.tuning import Budget, Log, Measure, Measurement
-    from ..generation.progress import OnProgress
+    from ..evaluation.tuning import Budget, Measurement
 
 _FRESH = 1 << 16
 """How far the seeds of the last check are from those of the search."""
@@ -70,11 +68,10 @@ class Tune:
 
     def run(self, console: Console) -> None:
         from ..evaluation import Sampling
-        from ..evaluation.needs import need
         from ..evaluation.networks import Lpips
-        from ..evaluation.search_space import can_be_coarse, levels_of
-        from ..evaluation.tuning import Budget, SideBySide, choose, front_of
-        from ..generation.loading import denoiser
+        from ..evaluation.tuning import Budget, SideBySide, choose, front_of, search
+        from ..generation.lines import python_line
+        from ..generation.loading import denoiser, need
         from ..generation.sampling import estimate_seconds
 
         need("optuna", "scipy", "torchmetrics")
@@ -88,12 +85,23 @@ class Tune:
         sampling = Sampling.of(pipe, **self.sampling.arguments())
         about_run = json.loads(json.dumps(self._about_run(sampling), default=str))
         known = _read_log(path, about_run) if self.resume else {}
-        with progress_bar(console) as on_progress, _log_to(path) as log:
+        path.unlink(missing_ok=True)  # what is known of it is written again
+        log = partial(append_json_line, path)
+        with progress_bar(console) as on_progress:
             log(about_run)
-            bar = _TrialBar(on_progress)
+            trial = ("", 0.0, 0)
+
+            def on_trial(words: str, done: float, total: int) -> None:
+                nonlocal trial
+                trial = (words, done, total)
+                on_progress(*trial)
+
+            def on_call(share: float) -> None:
+                words, done, total = trial
+                on_progress(words, done + share, total)
 
             def measures(items: "list[Item]", repeats: int) -> SideBySide:
-                batch, on_call = self.batch, bar.on_call
+                batch = self.batch
                 return SideBySide(pipe, items, sampling, network, batch, repeats, on_call)
 
             first = measures(self.prompt.items(), self.repeats)
@@ -112,16 +120,24 @@ class Tune:
                     "again ends it without."
                 )
 
-            levels = levels_of(pipe, sampling)
-            refused = set() if can_be_coarse(pipe) else {"coarse"}
-            seen = self._search(first.measure, levels, refused, bar, log, known, on_interrupt)
-            chosen = choose(seen, budget, again.measure, on_progress=bar.on_trial, log=log)
+            seen = search(
+                first.measure,
+                **self._space(pipe, sampling),
+                trials=self.trials,
+                seed=self.search_seed,
+                on_progress=on_trial,
+                log=log,
+                known=known,
+                on_interrupt=on_interrupt,
+            )
+            chosen = choose(seen, budget, again.measure, on_progress=on_trial, log=log)
         console.print(_table(front_of(seen)), soft_wrap=False)
         if chosen is None:
             raise NothingFoundError(_nothing(budget, seen))
         out = unused(self.out, overwrite=self.overwrite)
         presets.save(out, chosen.options, **self._about(pipe, sampling, budget, chosen, seen))
-        _tell(console, chosen, out)
+        console.print(f"{out}  on fresh images: {chosen}")
+        console.print(python_line(chosen.options))
 
     def _log_path(self) -> Path:
         """Where the log is, or is to be."""
@@ -147,49 +163,31 @@ class Tune:
             "search_seed": self.search_seed,
         }
 
-    def _search(
-        self,
-        measure: "Measure",
-        levels: list[int],
-        refused: set[str],
-        bar: "_TrialBar",
-        log: "Log",
-        known: "dict[str, Measurement]",
-        on_interrupt: Callable[[int], None],
-    ) -> "list[Measurement]":
-        from ..evaluation.search_space import first_options, search_space
-        from ..evaluation.tuning import search
+    def _space(self, pipe: Any, sampling: "Sampling") -> dict[str, Any]:
+        """Where to search, as `search` takes it."""
+        from ..evaluation.search_space import (
+            can_be_coarse,
+            first_options,
+            levels_of,
+            search_space,
+        )
 
+        levels = levels_of(pipe, sampling)
+        refused = set() if can_be_coarse(pipe) else {"coarse"}
         given = self.merge.given()
         base = self.merge.base("unet" if levels else "transformer")
         space = search_space(levels, given.keys() | refused)
         searched = {choice.name for choice in space}
         # Of a settings file, what the search does not try stays; the rest is where it starts.
         fixed = {name: value for name, value in base.items() if name not in searched} | given
-        return search(
-            measure,
-            space,
-            trials=self.trials,
-            fixed=fixed,
-            first=first_options(fixed, base, transformer=not levels),
-            seed=self.search_seed,
-            on_progress=bar.on_trial,
-            log=log,
-            known=known,
-            on_interrupt=on_interrupt,
-        )
+        first = first_options(fixed, base, transformer=not levels)
+        return {"space": space, "fixed": fixed, "first": first}
 
     def _check(self) -> None:
         """What can be said before anything is loaded."""
         self.merge.checked()
-        steps = self.sampling.steps
-        counts = {
-            "trials": self.trials,
-            "repeats": self.repeats,
-            "batch": self.batch,
-            "steps": steps,
-        }
-        for name, count in counts.items():
+        counts = {name: getattr(self, name) for name in ("trials", "repeats", "batch")}
+        for name, count in {**counts, "steps": self.sampling.steps}.items():
             if count < 1:
                 raise ValueError(f"{name}={count}: must be at least 1")
         if self.model.compile:
@@ -207,7 +205,7 @@ class Tune:
         seen: "list[Measurement]",
     ) -> dict[str, Any]:
         """What was measured, and on what."""
-        from ..evaluation.images import device_name, versions
+        from ..evaluation.runs import device_name, versions
 
         return {
             "budget": str(budget),
@@ -228,21 +226,6 @@ class Tune:
         }
 
 
-class _TrialBar:
-    """Shows the trials that are done, and the part that is done of the next."""
-
-    def __init__(self, on_progress: "OnProgress") -> None:
-        self._on_progress = on_progress
-        self._words, self._done, self._total = "", 0.0, 0
-
-    def on_trial(self, words: str, done: float, total: int) -> None:
-        self._words, self._done, self._total = words, done, total
-        self._on_progress(words, done, total)
-
-    def on_call(self, share: float) -> None:
-        self._on_progress(self._words, self._done + share, self._total)
-
-
 def _read_log(path: Path, about_run: dict[str, Any]) -> "dict[str, Measurement]":
     """The trials of a search, which has to be the same as this one but for their number."""
     from ..evaluation.tuning import Measurement, key_of
@@ -256,42 +239,25 @@ def _read_log(path: Path, about_run: dict[str, Any]) -> "dict[str, Measurement]"
     return {key_of(line["options"]): Measurement(**line) for line in trials}
 
 
-@contextmanager
-def _log_to(path: Path) -> "Iterator[Log]":
-    """What to call with each line; after an interruption, all lines until then are there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        yield lambda line: print(json.dumps(line, default=str), file=file, flush=True)
-
-
 def _table(front: "list[Measurement]") -> Table:
-    table = Table(title="The best that was seen")
-    table.add_column("settings", overflow="fold")
-    for title in ("s / image", "speed-up", "LPIPS", "PSNR (dB)"):
-        table.add_column(title, justify="right")
-    table.add_row("no merging", "-", "1.00x", "0.0000", "-")
+    from ..generation.lines import arguments
+
+    header = ("settings", "s / image", "speed-up", "LPIPS", "PSNR (dB)")
+    rows = [("no merging", "-", "1.00x", "0.0000", "-")]
     for m in front:
         numbers = (f"{m.seconds:.3f}", f"{m.speedup:.2f}x", f"{m.lpips:.4f}", f"{m.psnr:.1f}")
-        table.add_row(_arguments(m.options) or "the defaults", *numbers)
-    return table
-
-
-def _tell(console: Console, chosen: "Measurement", out: Path) -> None:
-    console.print(f"{out}  on fresh images: {chosen}")
-    arguments = ", ".join(["pipe", *filter(None, [_arguments(chosen.options)])])
-    console.print(f"tomesd.apply_patch({arguments})")
-
-
-def _arguments(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+        rows.append((arguments(m.options), *numbers))
+    return number_table("The best that was seen", header, rows)
 
 
 def _nothing(budget: "Budget", seen: "list[Measurement]") -> str:
+    from ..generation.lines import arguments
+
     kept = [measured for measured in seen if budget.kept_by(measured)]
     nearest = budget.nearest(seen)
     if nearest is None:
         return f"no settings keep a {budget}: none of {len(seen)} was faster than no merging"
-    best = f"{nearest} ({_arguments(nearest.options) or 'the defaults'})"
+    best = f"{nearest} ({arguments(nearest.options)})"
     if kept:
         return f"no settings keep a {budget} on fresh images; nearest in the search: {best}"
     return f"no settings keep a {budget}; nearest of {len(seen)}: {best}"

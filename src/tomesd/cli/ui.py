@@ -1,6 +1,5 @@
 """tomesd ui: the page in the browser."""
 
-import importlib.util
 import ipaddress
 import os
 import tempfile
@@ -54,10 +53,9 @@ class Ui:
         """
         if self.model.compile:
             raise ValueError("compile: each change of the settings would be compiled anew")
-        from ..generation import LoadError
+        from ..generation.loading import need
 
-        if importlib.util.find_spec("gradio") is None:
-            raise LoadError("gradio is not installed: pip install 'tomesd[ui]'")
+        need("gradio", extra="ui")
         # Gradio reads these when it is imported, and when the page is made.
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
         os.environ["GRADIO_TEMP_DIR"] = str(folder / "served")
@@ -74,7 +72,10 @@ class Ui:
             self.model.model, "", seed=merge.seed, settings=merge, **asdict(self.sampling)
         )
         models = tuple(dict.fromkeys([self.model.model, *EMBEDDED]))
-        page = build_page(studio, models, start, self._model_options())
+        # For the command that makes an image again.
+        given, defaults = asdict(self.model), asdict(ModelOptions(model=self.model.model))
+        options = {name: value for name, value in given.items() if value != defaults[name]}
+        page = build_page(studio, models, start, options)
         self.warn(console)
         _, local, public = page.queue(api_open=False).launch(
             server_name=self.host,
@@ -91,22 +92,14 @@ class Ui:
         console.print(f"The page is at {public or local} (Ctrl-C ends it)")
         return page
 
-    def _model_options(self) -> dict[str, Any]:
-        """Options of the model that are not the defaults, but for its name."""
-        given, defaults = asdict(self.model), asdict(ModelOptions())
-        return {k: v for k, v in given.items() if k != "model" and v != defaults[k]}
-
     def warn(self, console: Console) -> None:
-        who = None
-        if self.share:
-            who = "anyone who has the link"
-        elif not _is_loopback(self.host):
-            who = "anyone who can reach this address"
-        if who is not None:
-            console.print(
-                f"Warning: {who} can make images on this machine, and sees all that are made. "
-                "There is no password."
-            )
+        if not self.share and _is_loopback(self.host):
+            return
+        who = "anyone who has the link" if self.share else "anyone who can reach this address"
+        console.print(
+            f"Warning: {who} can make images on this machine, and sees all that are made. There is "
+            "no password."
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,8 +6,7 @@ What `tomesd eval` and `tomesd report` do, as functions. Needs the extra `eval`.
 from ..generation import Sampling
 from ..generation.original import load_original
 from .estimates import Estimate
-from .evaluate import evaluate
-from .images import define
+from .evaluate import define, evaluate
 from .metrics import METRICS, QualityMetric
 from .processes import Processes
 from .prompts import Item, load_prompts, make_items

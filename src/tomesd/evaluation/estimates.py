@@ -35,11 +35,15 @@ class Estimate:
         """Of a row that has it under this name."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
+    def interval(self, show: Callable[[float], str] = "{:.2f}".format) -> str:
+        """ "low to high", or nothing."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{show(self.low)} to {show(self.high)}"
+
     def times_faster(self) -> str:
         """A speed-up in words: with its interval, or with a word if there is none."""
-        if self.low is None or self.high is None:
-            return f"{self.value:.2f}x ({TOO_FEW})"
-        return f"{self.value:.2f}x ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.value:.2f}x ({self.interval() or TOO_FEW})"
 
     def times(self, scale: float) -> "Estimate":
         low, high = (None if end is None else scale * end for end in (self.low, self.high))

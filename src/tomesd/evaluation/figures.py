@@ -1,6 +1,7 @@
 """Plots of a run: quality against speed-up, and how it spreads over the images."""
 
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,18 +32,19 @@ def pareto_front(points: Sequence[tuple[float, float]], better: str) -> list[int
 
 def draw_pareto(results: Sequence[Result], metric: QualityMetric) -> bytes | None:
     """A PNG of one metric against the speed-up, a line per method; None if there is nothing."""
-    methods = [(label, _points(rows, metric)) for label, rows in methods_of(results).items()]
-    if not any(points for _, points in methods):
+    methods = {label: _points(rows, metric) for label, rows in methods_of(results).items()}
+    if not any(methods.values()):
         return None
     figure, axes = _figure()
     unmerged = [result for result in results if result.variant.kind == UNMERGED.kind]
-    everything = _draw_line(axes, "unmerged", _points(unmerged, metric), "#333333", "*")
-    for number, (label, points) in enumerate(methods):
-        color, marker = _COLORS[number % len(_COLORS)], _MARKERS[number % len(_MARKERS)]
-        everything += _draw_line(axes, label, points, color, marker)
+    _draw_line(axes, "unmerged", _points(unmerged, metric), "#333333", "*")
+    styles = zip(itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=True)
+    for (label, points), (color, marker) in zip(methods.items(), styles, strict=False):
+        _draw_line(axes, label, points, color, marker)
         for point in points:
             where = {"textcoords": "offset points", "xytext": (5, 4)}
             axes.annotate(f"{point.percent} %", point.place, fontsize=8, color=color, **where)
+    everything = [point.place for point in _points(results, metric)]
     front = [everything[i] for i in pareto_front(everything, metric.better)]
     if len(front) > 1:
         axes.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=5, alpha=0.6, zorder=0)
@@ -80,14 +82,11 @@ def _points(results: Sequence[Result], metric: QualityMetric) -> list[_Point]:
     return points
 
 
-def _draw_line(
-    axes: Any, label: str, points: Sequence[_Point], color: str, marker: str
-) -> list[tuple[float, float]]:
-    """Points with error bars, joined; returns where they are."""
-    places = [point.place for point in points]
-    if places:
+def _draw_line(axes: Any, label: str, points: Sequence[_Point], color: str, marker: str) -> None:
+    """Points with error bars, joined."""
+    if points:
         axes.errorbar(
-            *zip(*places, strict=True),
+            *zip(*(point.place for point in points), strict=True),
             xerr=_errors([point.speedup for point in points]),
             yerr=_errors([point.value for point in points]),
             fmt=f"{marker}-",
@@ -98,7 +97,6 @@ def _draw_line(
             color=color,
             label=label,
         )
-    return places
 
 
 def draw_spread(values: Mapping[str, Sequence[float]], metric: QualityMetric) -> bytes | None:

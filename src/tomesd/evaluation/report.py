@@ -2,8 +2,8 @@
 
 import base64
 import io
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from PIL import Image
 
 from ..choices import EMBEDDED
 from ..files import whole_file, write_text
+from ..generation.lines import python_line
+from ..generation.loading import need
 from ..presets import numbered, options_of
 from ..settings import Settings
 from .estimates import TOO_FEW, Estimate
 from .figures import draw_pareto, draw_spread
 from .metrics import QualityMetric, closeness
-from .needs import need
-from .results import Result, labels_of, methods_of, metrics_in, read_results
+from .results import Findings, Result, labels_of, methods_of, metrics_in, read_results
 from .runs import Definition, Record, Run
 from .scoring import open_image
 from .variants import UNMERGED
@@ -44,15 +45,17 @@ def write_report(
             raise ValueError(f"{name}={value}: must be at least 0")
     need("jinja2", "matplotlib")
     definition = run.load()
-    results, images, scoring, missing = read_results(run)
+    findings = read_results(run)
+    results, images, scoring, missing = findings
     metric = closeness({name for row in images for name in row})
-    gallery = _Gallery(run, results, images, metric)
+    ranked = _ranked(images, metric)
     if worst is None:
-        worst = min(8, max(1, len(gallery.ranked) // 4))
+        worst = min(8, max(1, len(ranked) // 4))
     if typical is None:
         typical = (worst + 1) // 2
-    shown = gallery.cases(gallery.ranked[:worst]), gallery.cases(gallery.middle(worst, typical))
-    missing = missing + gallery.unreadable
+    middle = max(worst, (len(ranked) - typical) // 2)
+    worst_cases = _cases(run, findings, metric, ranked[:worst])
+    typical_cases = _cases(run, findings, metric, ranked[middle : middle + typical])
     page = _template().render(
         definition=definition,
         options=_options(definition),
@@ -66,11 +69,11 @@ def write_report(
         methods=methods_of(results),
         metrics=metrics_in(results),
         memory=_memory,
-        time_factor=_time_factor,
-        memory_factor=_memory_factor,
-        worst=shown[0],
-        typical=shown[1],
-        all_shown=len(shown[0]) == len(gallery.ranked),
+        gain=_gain,
+        sureness=_sureness,
+        worst=worst_cases,
+        typical=typical_cases,
+        all_shown=len(worst_cases) == len(ranked),
         ranked_by=metric,
         settings=_settings(results),
         flagged=sum(result.flagged for result in results),
@@ -80,69 +83,43 @@ def write_report(
     return path, missing
 
 
-@dataclass(frozen=True)
-class _Picture:
-    label: str
-    score: str
-    data: str
+def _ranked(images: Iterable[Record], metric: QualityMetric) -> list[tuple[int, float]]:
+    """Images by index, with their worst score; those that merging changed most come first."""
+    images = list(images)
+    unmerged = {row["index"] for row in images if row["variant"] == UNMERGED.name}
+    worst: dict[int, float] = {}
+    for row in images:
+        index = row["index"]
+        if metric.name in row and index in unmerged:
+            scores = worst.get(index, row[metric.name]), row[metric.name]
+            worst[index] = max(scores, key=lambda score: metric.sign * score)
+    return sorted(worst.items(), key=lambda item: -metric.sign * item[1])
 
 
-@dataclass(frozen=True)
-class _Case:
-    """One image of the gallery, as every variant made it."""
+def _cases(
+    run: Run, findings: Findings, metric: QualityMetric, ranked: Sequence[tuple[int, float]]
+) -> list[dict[str, Any]]:
+    """Images as every variant made them, the unmerged one first.
 
-    index: int
-    prompt: str
-    seed: int
-    score: str
-    pictures: list[_Picture]
-    """The unmerged one first."""
-
-
-class _Gallery:
-    """Pictures, those that merging changed most first."""
-
-    def __init__(
-        self, run: Run, results: Sequence[Result], images: Sequence[Record], metric: QualityMetric
-    ) -> None:
-        self.run, self.metric, self.labels = run, metric, labels_of(results)
-        self.unreadable: list[str] = []
-        """What is wrong with pictures that were to be shown."""
-        self.variants = [result.variant for result in results]
-        self.scores = {(row["variant"], row["index"]): row for row in images}
-        by_index: dict[int, list[float]] = {}
-        there = {row["index"] for row in images if row["variant"] == UNMERGED.name}
-        for row in images:
-            if row["variant"] != UNMERGED.name and metric.name in row and row["index"] in there:
-                by_index.setdefault(row["index"], []).append(row[metric.name])
-        self.worst = {
-            index: max(values, key=lambda value: metric.sign * value)
-            for index, values in by_index.items()
-        }
-        self.ranked = sorted(self.worst, key=lambda index: -metric.sign * self.worst[index])
-
-    def middle(self, after: int, count: int) -> list[int]:
-        """Around the median, without the first `after`."""
-        start = max(after, (len(self.ranked) - count) // 2)
-        return self.ranked[start : start + count]
-
-    def cases(self, indices: Sequence[int]) -> list[_Case]:
-        return [self._case(index) for index in indices]
-
-    def _case(self, index: int) -> _Case:
-        row = self.scores[UNMERGED.name, index]
+    What cannot be read is left out, and added to what is missing.
+    """
+    labels = labels_of(findings.results)
+    rows = {(row["variant"], row["index"]): row for row in findings.images}
+    cases = []
+    for index, worst in ranked:
         pictures = []
-        for variant in self.variants:
-            value = self.scores.get((variant.name, index), {}).get(self.metric.name)
-            score = "" if value is None else f"{self.metric.title} {self.metric.show(value)}"
+        for variant in (result.variant for result in findings.results):
+            score = rows.get((variant.name, index), {}).get(metric.name)
+            words = "" if score is None else f"{metric.title} {metric.show(score)}"
             try:
-                data = _embedded(self.run.image_path(variant, index))
+                data = _embedded(run.image_path(variant, index))
             except ValueError as error:
-                self.unreadable.append(str(error))
+                findings.missing.append(str(error))
                 continue
-            pictures.append(_Picture(self.labels[variant.name], score, data))
-        worst = self.metric.show(self.worst[index])
-        return _Case(index, row["prompt"], row["seed"], worst, pictures)
+            pictures.append({"label": labels[variant.name], "score": words, "data": data})
+        made = {name: rows[UNMERGED.name, index][name] for name in ("index", "prompt", "seed")}
+        cases.append({**made, "score": metric.show(worst), "pictures": pictures})
+    return cases
 
 
 def _figures(
@@ -177,29 +154,28 @@ def _figures(
 
 def _cards(results: Sequence[Result], metric: QualityMetric) -> list[tuple[str, str, str]]:
     """The ends of the trade, in a few words: name, number, what goes with it."""
-    speed = {
-        result.variant.name: result.speedup.value
+    merged = [
+        (result, result.speedup)
         for result in results
-        if result.variant.kind == "merged"
-        and result.speedup is not None
-        and metric.name in result.metrics
-    }
-    merged = [result for result in results if result.variant.name in speed]
+        if result.variant.kind == "merged" and result.speedup and metric.name in result.metrics
+    ]
     if not merged:
         return []
-    labels = labels_of(results)
-
-    def card(name: str, result: Result) -> tuple[str, str, str]:
-        assert result.speedup is not None
-        label, sure = labels[result.variant.name], _sureness(result.speedup)
-        words = f"{label}: {metric.title} {metric.value(result.metrics)}. Speed-up: {sure}."
-        return name, f"{speed[result.variant.name]:.2f}x", words
-
-    fastest = max(merged, key=lambda r: speed[r.variant.name])
-    closest = min(merged, key=lambda r: metric.sign * r.metrics[metric.name].value)
+    fastest = max(merged, key=lambda one: one[1].value)
+    closest = min(merged, key=lambda one: metric.sign * one[0].metrics[metric.name].value)
+    named = {"fastest": fastest, "closest to unmerged": closest}
     if fastest is closest:
-        return [card("fastest, and closest to unmerged", fastest)]
-    return [card("fastest", fastest), card("closest to unmerged", closest)]
+        named = {"fastest, and closest to unmerged": fastest}
+    labels = labels_of(results)
+    return [
+        (
+            name,
+            f"{speedup.value:.2f}x",
+            f"{labels[result.variant.name]}: {metric.title} {metric.value(result.metrics)}. "
+            f"Speed-up: {_sureness(speedup)}.",
+        )
+        for name, (result, speedup) in named.items()
+    ]
 
 
 def _memory(mib: float | None) -> str:
@@ -208,44 +184,32 @@ def _memory(mib: float | None) -> str:
     return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
 
 
-def _factor(factor: float, more: str, less: str) -> tuple[str, str]:
+def _gain(factor: float | None, more: str, less: str) -> tuple[str, str]:
     """A gain or a loss: the number, and which of the two it is."""
+    if not factor:
+        return "", ""
     return (f"{factor:.2f}x", more) if factor >= 1 else (f"{1 / factor:.2f}x", less)
 
 
-def _time_factor(result: Result) -> tuple[str, str, str]:
-    """The factor, what it is, and its interval."""
-    estimate = result.speedup
-    if estimate is None:
-        return "", "", ""
-    return *_factor(estimate.value, "faster", "slower"), _sureness(estimate)
-
-
-def _sureness(speedup: Estimate) -> str:
+def _sureness(speedup: Estimate | None) -> str:
     """The interval of a speed-up, or that there is none."""
+    if speedup is None:
+        return ""
     if speedup.low is None or speedup.high is None:
         return TOO_FEW
-    words = f"{speedup.low:.2f}x to {speedup.high:.2f}x"
+    words = speedup.interval("{:.2f}x".format)
     return f"{words}, so it may be none" if speedup.low <= 1 <= speedup.high else words
-
-
-def _memory_factor(baseline: Result, result: Result) -> tuple[str, str]:
-    if not baseline.peak_mib or not result.peak_mib:
-        return "", ""
-    return _factor(baseline.peak_mib / result.peak_mib, "less", "more")
 
 
 def _settings(results: Sequence[Result]) -> list[tuple[str, str]]:
     """Label of every variant, and the line of Python that merges like it."""
     labels = labels_of(results)
     rows = []
-    for result in results:
-        variant = result.variant
+    for variant in (result.variant for result in results):
         settings = {name: numbered(value) for name, value in variant.settings.items()}
         if variant.kind == "merged":
             settings = options_of(Settings(**settings))
-        words = ", ".join(["pipe", *(f"{name}={value!r}" for name, value in settings.items())])
-        line = "no merging" if variant.kind == UNMERGED.kind else f"tomesd.apply_patch({words})"
+        line = "no merging" if variant.kind == UNMERGED.kind else python_line(settings)
         rows.append((labels[variant.name], line))
     return rows
 

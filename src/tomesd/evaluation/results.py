@@ -12,7 +12,7 @@ import torch
 from ..files import json_lines, write_text
 from ..generation.progress import OnProgress
 from .distances import FID_RESAMPLES
-from .estimates import CONFIDENCE, RESAMPLES, Array, Estimate, mean_estimate, speedup_estimate
+from .estimates import CONFIDENCE, RESAMPLES, Estimate, mean_estimate, speedup_estimate
 from .metrics import METRICS, QualityMetric
 from .runs import Definition, Record, Run, package_versions
 from .scoring import Arrays, ImageSet, Judges, Reference, read_scores
@@ -122,7 +122,7 @@ def write_results(
 ) -> list[Result]:
     """Makes the table of a run whose images are all made and scored. Calls no network."""
     records = run.records()
-    times = _times_of_all(records, definition)
+    times = _times(records, definition)
     unmerged = ImageSet.of_variant(run, definition, UNMERGED, judges)
     compared_with = {"unmerged": read_scores(run, unmerged, judges)}
     if reference is not None:
@@ -163,24 +163,20 @@ def _metrics(judges: Judges, scores: Arrays, others: Mapping[str, Arrays]) -> di
 
 
 def _times(
-    records: dict[tuple[str, int], Record], variant: Variant, batch: int
-) -> dict[int, float]:
-    """Batch to seconds per image, of the batches that tell what is usual."""
-    timed = [record for (name, _), record in records.items() if name == variant.name]
-    # The first one may be slow, and the last one smaller; better those than none.
-    timed = [record for record in timed if not record["first"]] or timed
-    timed = [record for record in timed if record["images"] == batch] or timed
-    return {record["batch"]: record["seconds"] / record["images"] for record in timed}
-
-
-def _times_of_all(
     records: dict[tuple[str, int], Record], definition: Definition
 ) -> dict[str, dict[int, float]]:
-    """By variant: seconds per image of the batches that were timed with all of them, if any were.
+    """By variant and batch: seconds per image, of the batches that tell what is usual.
 
-    A speed-up is then what the seconds beside it say.
+    If some were timed with all variants, it is those alone: a speed-up is then what the seconds
+    beside it say.
     """
-    times = {v.name: _times(records, v, definition.batch) for v in definition.variants}
+    times = {}
+    for variant in definition.variants:
+        timed = [record for (name, _), record in records.items() if name == variant.name]
+        # The first one may be slow, and the last one smaller; better those than none.
+        timed = [record for record in timed if not record["first"]] or timed
+        timed = [record for record in timed if record["images"] == definition.batch] or timed
+        times[variant.name] = {r["batch"]: r["seconds"] / r["images"] for r in timed}
     common = set.intersection(*(set(found) for found in times.values()))
     if not common:
         return times
@@ -198,7 +194,8 @@ def _result(
     both = sorted(times.keys() & base_times.keys())
     speedup = None
     if both and variant.kind != UNMERGED.kind:
-        speedup = speedup_estimate(_array(base_times, both), _array(times, both))
+        base, merged = (np.array([found[b] for b in both]) for found in (base_times, times))
+        speedup = speedup_estimate(base, merged)
     peaks = [
         record["peak_mib"] / record["images"]
         for record in records.values()
@@ -213,10 +210,6 @@ def _result(
         flagged=sum(record["flagged"] for record in records.values()),
         metrics=metrics,
     )
-
-
-def _array(times: dict[int, float], batches: list[int]) -> Array:
-    return np.array([times[batch] for batch in batches])
 
 
 def _image_rows(

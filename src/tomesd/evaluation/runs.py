@@ -8,7 +8,6 @@ images.jsonl, results.jsonl    per image and per variant, written at the end
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -16,8 +15,10 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..files import append_json_line, read_json_lines, write_text
 from ..generation import Sampling
+from ..generation.loading import denoiser
 from ..machine import cpu_name
 from .prompts import Item
 from .variants import Variant
@@ -69,9 +70,11 @@ class Task:
     """One batch of one variant, with images missing."""
 
     batch: int
-    variant: int
-    missing: tuple[int, ...]
-    """Indices of items."""
+    """Its number."""
+    variant: Variant
+    items: tuple[Item, ...]
+    """All of the batch."""
+    missing: tuple[Item, ...]
 
 
 class Run:
@@ -125,16 +128,14 @@ class Run:
 
     def missing(self, definition: Definition) -> list[Task]:
         """What is left to do: batch by batch, all variants of one before the next."""
-        there = {
-            variant.name: _image_numbers(self.path / "images" / variant.name)
-            for variant in definition.variants
-        }
+        folders = [self.path / "images" / variant.name for variant in definition.variants]
+        there = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
         tasks = []
-        for number, batch in enumerate(definition.batches()):
-            for place, variant in enumerate(definition.variants):
-                gaps = tuple(i.index for i in batch if i.index not in there[variant.name])
-                if gaps:
-                    tasks.append(Task(number, place, gaps))
+        for number, items in enumerate(definition.batches()):
+            for variant in definition.variants:
+                missing = [i for i in items if self.image_path(variant, i.index) not in there]
+                if missing:
+                    tasks.append(Task(number, variant, items, tuple(missing)))
         return tasks
 
     def add_record(self, rank: int, record: Record) -> None:
@@ -193,9 +194,13 @@ def package_versions(*packages: str) -> dict[str, str]:
     return found
 
 
-def _image_numbers(folder: Path) -> set[int]:
-    """The numbers that the images in a folder are named by."""
-    if not folder.is_dir():
-        return set()
-    names = (Path(name) for name in os.listdir(folder))
-    return {int(n.stem) for n in names if n.suffix == ".png" and n.stem.isdigit()}
+def device_name(pipe: Any) -> str:
+    device = denoiser(pipe).device
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return describe_cpu() if device.type == "cpu" else str(device.type)
+
+
+def versions() -> dict[str, str]:
+    """Of what the images depend on."""
+    return {"tomesd": __version__, **package_versions("torch", "diffusers", "transformers")}

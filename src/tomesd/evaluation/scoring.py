@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from ..files import whole_file
 from ..generation.progress import OnProgress
@@ -94,11 +95,8 @@ class Reference:
     @classmethod
     def of(cls, folder: Path) -> "Reference":
         endings = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-        files = (
-            sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings)
-            if folder.is_dir()
-            else []
-        )
+        there = folder.rglob("*") if folder.is_dir() else ()
+        files = sorted(path for path in there if path.suffix.lower() in endings)
         if len(files) < 2:
             raise ValueError(f"reference={str(folder)!r}: needs to be a folder of images")
         listing = "\n".join(f"{f.relative_to(folder)} {f.stat().st_size}" for f in files)
@@ -136,15 +134,13 @@ class ImageSet:
         metrics = [metric for metric in judges.metrics if metric.distance is not None]
         return cls(reference.name, reference.files, metrics, at_once=1)
 
-    def keys(self, judges: Judges) -> dict[str, str]:
-        """The arrays that are wanted, by their names in files."""
-        return {m.array + judges.tags.get(m.network or "", ""): m.array for m in self.metrics}
+    def arrays(self, judges: Judges) -> dict[str, QualityMetric]:
+        """The arrays that are wanted, by their names in files, and a metric that gives each."""
+        return {m.array + judges.tags.get(m.network or "", ""): m for m in self.metrics}
 
     def load(self, start: int, stop: int, device: torch.device) -> Pictures:
-        pixels = to_pixels(_open_all(self.files[start:stop]), device)
-        unmerged = None
-        if self.unmerged:
-            unmerged = to_pixels(_open_all(self.unmerged[start:stop]), device)
+        pixels = _open_all(self.files[start:stop], device)
+        unmerged = _open_all(self.unmerged[start:stop], device) if self.unmerged else None
         return Pictures(pixels, unmerged, self.prompts[start:stop])
 
 
@@ -160,23 +156,26 @@ def score(
         (number, start)
         for number, images in enumerate(sets)
         for start in range(0, len(images.files), BLOCK)
-        if processes.is_main and _lacking(_score_path(run, images.name, start), images.keys(judges))
+        if processes.is_main and _lacking(run, images, start, judges)
     ]
     blocks = processes.from_main(blocks)[processes.rank :: processes.count]
     total = sum(len(sets[number].files[start : start + BLOCK]) for number, start in blocks)
     done = 0
     for number, start in blocks:
         images = sets[number]
-        path = _score_path(run, images.name, start)
-        lacking = _lacking(path, images.keys(judges))
+        lacking = _lacking(run, images, start, judges)
         stop = min(start + BLOCK, len(images.files))
-        parts = []
+        parts: list[Arrays] = []
         for first in range(start, stop, images.at_once):
             on_progress(f"scoring {images.name}", done, total)
             pictures = images.load(first, min(first + images.at_once, stop), judges.device)
-            parts.append(_scores(pictures, images.metrics, judges, lacking))
+            scores = {
+                name: to_array(metric.score(pictures, judges.networks.get(metric.network or "")))
+                for name, metric in lacking.items()
+            }
+            parts.append(scores)
             done += len(pictures.pixels)
-        _add_arrays(path, _joined(parts))
+        _add_arrays(_score_path(run, images, start), _joined(parts))
 
 
 def read_scores(run: Run, images: ImageSet, judges: Judges) -> Arrays:
@@ -185,32 +184,23 @@ def read_scores(run: Run, images: ImageSet, judges: Judges) -> Arrays:
         return {}
     parts = []
     for start in range(0, len(images.files), BLOCK):
-        with np.load(_score_path(run, images.name, start)) as stored:
-            parts.append({array: stored[key] for key, array in images.keys(judges).items()})
+        with np.load(_score_path(run, images, start)) as stored:
+            wanted = images.arrays(judges).items()
+            parts.append({metric.array: stored[name] for name, metric in wanted})
     return _joined(parts)
 
 
-def _scores(
-    pictures: Pictures, metrics: Sequence[QualityMetric], judges: Judges, lacking: dict[str, str]
-) -> Arrays:
-    by_array = {metric.array: metric for metric in metrics}
-    scores = {}
-    for key, array in lacking.items():
-        metric = by_array[array]
-        network = None if metric.network is None else judges.networks[metric.network]
-        scores[key] = to_array(metric.score(pictures, network))
-    return scores
+def _score_path(run: Run, images: ImageSet, start: int) -> Path:
+    return run.path / "scores" / images.name / f"{start:05d}.npz"
 
 
-def _score_path(run: Run, name: str, start: int) -> Path:
-    return run.path / "scores" / name / f"{start:05d}.npz"
-
-
-def _lacking(path: Path, keys: dict[str, str]) -> dict[str, str]:
+def _lacking(run: Run, images: ImageSet, start: int, judges: Judges) -> dict[str, QualityMetric]:
+    """The arrays that a block has not been given yet."""
+    path, wanted = _score_path(run, images, start), images.arrays(judges)
     if not path.is_file():
-        return keys
+        return wanted
     with np.load(path) as stored:
-        return {key: array for key, array in keys.items() if key not in stored}
+        return {name: metric for name, metric in wanted.items() if name not in stored}
 
 
 def _add_arrays(path: Path, arrays: Arrays) -> None:
@@ -226,9 +216,10 @@ def _joined(parts: Sequence[Arrays]) -> Arrays:
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def _open_all(paths: Sequence[Path]) -> list[Image.Image]:
+def _open_all(paths: Sequence[Path], device: torch.device) -> Tensor:
+    """`[B, 3, H, W]` of uint8."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(open_image, paths))
+        return to_pixels(list(pool.map(open_image, paths)), device)
 
 
 def open_image(path: Path) -> Image.Image:

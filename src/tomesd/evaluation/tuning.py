@@ -18,6 +18,7 @@ import torch
 import tomesd
 
 from ..generation import Sampling, sample_batch
+from ..generation.lines import arguments
 from ..generation.loading import denoiser
 from ..generation.progress import OnProgress, silent
 from ..presets import options_of
@@ -207,7 +208,7 @@ def search(
                 options = options_of(Settings(**proposed))
                 key = key_of(options)
                 if key not in seen:
-                    on_progress(_words(options), len(seen), trials)
+                    on_progress(arguments(options), len(seen), trials)
                     seen[key] = (known or {}).get(key) or measure(options)
                     log({"trial": len(seen), **vars(seen[key])})
             except ValueError as error:  # these do not go together, or not with this model
@@ -264,10 +265,6 @@ def _propose(trial: Any, space: Sequence[Choice], fixed: Options) -> Options:
     return proposed
 
 
-def _words(options: Options) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items()) or "defaults"
-
-
 def front_of(seen: Sequence[Measurement]) -> list[Measurement]:
     """Those that gain, and that no other beats in both speed and LPIPS; slowest first."""
     gaining = [measured for measured in seen if measured.gains]
@@ -290,7 +287,7 @@ def choose(
     """
     candidates = sorted((m for m in seen if budget.kept_by(m)), key=budget.cost)
     for number, candidate in enumerate(candidates):
-        on_progress(f"checking {_words(candidate.options)}", number, len(candidates))
+        on_progress(f"checking {arguments(candidate.options)}", number, len(candidates))
         again = measure(candidate.options)
         kept = budget.kept_by(again)
         log({"check": number + 1, "kept": kept, **vars(again)})

@@ -1,7 +1,6 @@
 """The rows of an evaluation: no merging, a grid of settings, and tomesd 0.1.3 to compare with."""
 
 import hashlib
-import inspect
 import itertools
 import json
 import re
@@ -16,6 +15,7 @@ import torch
 import tomesd
 
 from ..generation.loading import denoiser
+from ..generation.original import original_options
 from ..presets import numbered
 from ..settings import Settings
 
@@ -121,12 +121,8 @@ def _distinct(variants: list[Variant]) -> list[Variant]:
 
 
 def _original_variant(original: ModuleType, settings: Settings, varied: dict[str, Any]) -> Variant:
-    known = set(inspect.signature(original.apply_patch).parameters) - {"model"}
-    given = {
-        name: value
-        for name, value in asdict(settings).items()
-        if name in known and value is not None
-    }
+    taken = original_options(original, settings).items()
+    given = {name: value for name, value in taken if value is not None}
     name = _name("original-", {key: value for key, value in varied.items() if key in given})
     return Variant(name, "original", _plain(given))
 

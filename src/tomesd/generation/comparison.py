@@ -1,11 +1,11 @@
 """The same images with and without merging, side by side, with what they cost."""
 
-import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count, product
 from typing import Any
 
 import numpy as np
@@ -98,42 +98,39 @@ def compare(
     each = [Settings(ratio=0.0), *(replace(settings, ratio=ratio) for ratio in ratios)]
     ratios = (0.0, *ratios)
     total = len(prompts) * len(ratios) * steps + len(ratios) * (1 + _TURNS)
-    samples: list[list[Sample]] = [[] for _ in prompts]
-    by_step: list[list[MergeMap]] = []
-    for number, (prompt, merge) in enumerate(itertools.product(prompts, each)):
-        words = f"{_title(number % len(each), merge)}: {prompt}"
+    titles = tuple(_title(place, merge) for place, merge in enumerate(each))
+    with_maps = ratios.index(_middle(ratios[1:]), 1)
+    made: list[Sample] = []
+    with _call_of_step(denoiser(pipe), steps // 3) as step:
+        for prompt, (title, merge) in product(prompts, zip(titles, each, strict=True)):
 
-        def on_step(done: int, words: str = words, before: int = number * steps) -> None:
-            on_progress(words, before + done, total)
+            def on_step(done: int, words: str = f"{title}: {prompt}") -> None:
+                on_progress(words, len(made) * steps + done, total)
 
-        made = {"steps": steps, "on_step": on_step, **options}
-        if not by_step and merge is each[ratios.index(_middle(ratios[1:]), 1)]:
-            one, by_step = sample_with_maps(pipe, prompt, merge, **made)
-        elif number == 0:
-            with _call_of_step(denoiser(pipe), steps // 3) as step:
-                one = sample(pipe, prompt, merge, **made)
-        else:
-            one = sample(pipe, prompt, merge, **made)
-        samples[number // len(ratios)].append(one)
-    by_ratio = list(zip(*samples, strict=True))
+            given = {"steps": steps, "on_step": on_step, **options}
+            if len(made) == with_maps:
+                one, by_step = sample_with_maps(pipe, prompt, merge, **given)
+            else:
+                one = sample(pipe, prompt, merge, **given)
+            made.append(one)
+    by_ratio = [made[place :: len(ratios)] for place in range(len(ratios))]
     if settings.reuse is None and not settings.coarse:
         seconds = _take_turns(pipe, each, step, on_progress, total)
     else:  # steps differ, so that one of them tells nothing
-        seconds = [statistics.mean(one.seconds for one in made) / steps for made in by_ratio]
+        seconds = [statistics.mean(one.seconds for one in found) / steps for found in by_ratio]
     rows = _summaries(pipe, settings, ratios, by_ratio, seconds)
-    images = tuple(tuple(one.image for one in row) for row in samples)
+    images = tuple(zip(*([one.image for one in found] for found in by_ratio), strict=True))
     shown = three_steps(len(by_step)) if any(by_step) else ()
     maps = tuple(map_at(by_step, step) for step in shown)
-    titles = tuple(map_title(map, step) for map, step in zip(maps, shown, strict=True))
-    named = tuple(_title(number, merge) for number, merge in enumerate(each))
-    return ImageComparison(tuple(prompts), ratios, named, images, rows, maps, titles)
+    map_titles = tuple(map_title(map, step) for map, step in zip(maps, shown, strict=True))
+    return ImageComparison(tuple(prompts), ratios, titles, images, rows, maps, map_titles)
 
 
 @contextmanager
 def _call_of_step(model: nn.Module, number: int) -> Iterator[list[Any]]:
     """Keeps the arguments of the call of this number, or of the last one if there are fewer."""
     kept: list[Any] = []
-    calls = itertools.count()
+    calls = count()
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
         if next(calls) <= number:
@@ -163,7 +160,7 @@ def _take_turns(
     """
     model, (args, kwargs) = denoiser(pipe), call
     seconds: list[list[float]] = [[] for _ in each]
-    for turn, place in itertools.product(range(1 + _TURNS), range(len(each))):
+    for turn, place in product(range(1 + _TURNS), range(len(each))):
         on_progress("taking times", total - (_TURNS + 1 - turn) * len(each) + place, total)
         with merging(pipe, each[place]):
             synchronize(model.device)

@@ -1,5 +1,6 @@
 """Loads any diffusers pipeline: an embedded model, a folder, a single file, or a hub id."""
 
+import importlib.util
 import json
 import logging
 import pickle
@@ -14,6 +15,13 @@ from ..hosts import find_models
 
 class LoadError(RuntimeError):
     """A model could not be loaded, or not in the way that was asked for."""
+
+
+def need(*packages: str, extra: str = "eval") -> None:
+    """Raises if a package is missing, before hours of work rather than after."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise LoadError(f"{package} is not installed: pip install 'tomesd[{extra}]'")
 
 
 def load_pipeline(

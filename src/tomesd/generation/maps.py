@@ -186,23 +186,19 @@ def draw_map(map: MergeMap, image: Image.Image) -> Image.Image:
     """
     h, w = map.slot.shape
     scale = max(8, image.width // w)  # pixels per token
-    tokens = _token_colors(image, h, w)
+    image = image.convert("RGB")
+    tokens = np.asarray(image.resize((w, h), Image.Resampling.BOX), dtype=float)
     slot = map.slot.ravel()
     count = np.bincount(slot)
     flat = tokens.reshape(-1, 3)
     mean = np.stack([np.bincount(slot, flat[:, c]) / count for c in range(3)], axis=1)[slot]
     canvas = np.kron(_paler(mean, 0.35).reshape(h, w, 3), np.ones((scale, scale, 1)))
-    original = np.asarray(image.convert("RGB").resize((w * scale, h * scale)), dtype=float)
+    original = np.asarray(image.resize((w * scale, h * scale)), dtype=float)
     alone = np.kron(map.members == 1, np.ones((scale, scale), dtype=bool))
     canvas[alone] = original[alone]
     lines = _borders(map.slot, map.members, scale)
     canvas[lines] = _paler(canvas[lines], 0.6)
     return Image.fromarray(canvas.round().clip(0, 255).astype(np.uint8))
-
-
-def _token_colors(image: Image.Image, h: int, w: int) -> NDArray[np.float64]:
-    small = image.convert("RGB").resize((w, h), Image.Resampling.BOX)
-    return np.asarray(small, dtype=float)
 
 
 def _paler(colors: NDArray[Any], share: float) -> NDArray[Any]:

@@ -1,9 +1,13 @@
 """The library of 2023, to compare with: tomesd 0.1.3, beside this one and under another name."""
 
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from ..settings import Settings
 
 _MODULE = "tomesd_original"
 
@@ -35,3 +39,9 @@ def load_original(folder: str | Path) -> ModuleType:
         del sys.modules[_MODULE]
         raise
     return module
+
+
+def original_options(original: ModuleType, settings: Settings) -> dict[str, Any]:
+    """What there is of the settings in tomesd 0.1.3."""
+    known = inspect.signature(original.apply_patch).parameters
+    return {name: value for name, value in vars(settings).items() if name in known}

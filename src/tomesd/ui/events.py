@@ -6,6 +6,7 @@ import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
@@ -13,14 +14,12 @@ import torch
 
 from .. import presets
 from ..generation import LoadError
+from ..generation.lines import command_line, python_line
 from ..hosts import UnsupportedModelError
 from ..settings import Settings
 from .form import read_form, shown_values
 from .job import Request, Result, StoppedError, Studio
-from .lines import command_line, python_line
 from .views import caption, note, numbers, summary
-
-__all__ = ["DEFAULTS", "Events", "Inputs", "Outputs"]
 
 DEFAULTS = "the defaults"
 """What is chosen where a preset could be."""
@@ -64,48 +63,27 @@ class Inputs:
         size = image.pop("width"), image.pop("height")
         if None in size and any(size):
             raise ValueError("width, height: give both, or neither for the model's own size")
-        settings = self.settings(values, image["seed"])
-        return Request(**image, size=None if None in size else size, settings=settings)
-
-    def settings(self, values: dict[Any, Any], seed: Any) -> Settings:
         options = {name: values[component] for name, component in self.options.items()}
-        return read_form(options, seed=seed)
+        settings = read_form(options, seed=image["seed"])
+        return Request(**image, size=None if None in size else size, settings=settings)
 
     def show(self, settings: Settings) -> dict[Any, Any]:
         shown = shown_values(settings)
         return {component: shown[name] for name, component in self.options.items()}
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The components that show a result."""
-
-    status: Any
-    slider: Any
-    numbers: Any
-    step: Any
-    map: Any
-    map_words: Any
-    python: Any
-    command: Any
-    details: Any
-    """Holds what is shown of a result, but for the images; hidden while there is none."""
-    gallery: Any
-    shown: Any
-    """Number of the result; 0 if there is none."""
-
-    @property
-    def all(self) -> list[Any]:
-        return list(vars(self).values())
-
-
 class Events:
     """The handlers. What goes wrong in one is a sentence on the page."""
 
     def __init__(
-        self, studio: Studio, inputs: Inputs, outputs: Outputs, options: dict[str, Any]
+        self, studio: Studio, inputs: Inputs, outputs: SimpleNamespace, options: dict[str, Any]
     ) -> None:
+        """
+        Args:
+            outputs: the components that show a result, by name.
+        """
         self._studio, self._inputs, self._outputs, self._options = studio, inputs, outputs, options
+        self._all = list(vars(outputs).values())
 
     def connect_job(self, generate: Any, stop: Any) -> None:
         studio, status = self._studio, self._outputs.status
@@ -129,7 +107,7 @@ class Events:
         made = pressed.then(
             self._make,
             self._inputs.all,
-            self._outputs.all,
+            self._all,
             show_progress_on=self._outputs.slider,
             concurrency_limit=1,
             api_visibility="private",
@@ -152,13 +130,7 @@ class Events:
         model.input(self._follow, [preset, model], [*form, status], **_AT_ONCE)
         load.upload(self._load, load, [*form, status], **_AT_ONCE)
 
-        def write(values: dict[Any, Any]) -> tuple[str | None, str]:
-            try:
-                return self._save(values), ""
-            except (ValueError, TypeError) as error:
-                return None, note(str(error), "error")
-
-        saved = save.click(write, inputs.all, [file, status], **_AT_ONCE)
+        saved = save.click(self._save, inputs.all, [file, status], **_AT_ONCE)
         saved.then(None, js="() => document.querySelector('#file').click()")
         again.click(self._put_back, self._outputs.shown, [*inputs.all, status], **_AT_ONCE)
 
@@ -175,8 +147,8 @@ class Events:
             trigger_mode="always_last",
             **_AT_ONCE,
         )
-        outputs.gallery.select(self._pick, None, outputs.all, **_AT_ONCE)
-        page.load(self._show_last, None, outputs.all, **_AT_ONCE)
+        outputs.gallery.select(self._pick, None, self._all, **_AT_ONCE)
+        page.load(self._show_last, None, self._all, **_AT_ONCE)
         # A page that is gone cannot stop its job, which would keep the others waiting.
         page.unload(leave)
 
@@ -218,7 +190,7 @@ class Events:
             ),
             outputs.map: picture,
             outputs.map_words: words,
-            outputs.python: python_line(request.settings),
+            outputs.python: python_line(presets.options_of(request.settings)),
             outputs.command: command_line(request.prompt, request.settings, **options),
             outputs.details: gr.Column(visible=True),
             outputs.gallery: gr.Gallery(self._pictures(), visible=True),
@@ -273,11 +245,15 @@ class Events:
             shown[self._inputs.image["seed"]] = options["seed"]
         return {**shown, self._outputs.status: note(f"Loaded {Path(path).name}.", "good")}
 
-    def _save(self, values: dict[Any, Any]) -> str:
-        asked = self._inputs.request(values)
-        path = Path(tempfile.mkdtemp(dir=self._studio.folder)) / "settings.json"
-        presets.save(path, asked.settings, model=asked.model)
-        return str(path)
+    def _save(self, values: dict[Any, Any]) -> tuple[str | None, str]:
+        """The saved file, and what is wrong if there is none."""
+        try:
+            asked = self._inputs.request(values)
+            path = Path(tempfile.mkdtemp(dir=self._studio.folder)) / "settings.json"
+            presets.save(path, asked.settings, model=asked.model)
+        except (ValueError, TypeError) as error:
+            return None, note(str(error), "error")
+        return str(path), ""
 
     def _put_back(self, number: int) -> dict[Any, Any]:
         """Fills the form with what a result was made of."""

@@ -1,18 +1,14 @@
 """The form with every option of `Settings`, made from its fields and their documentation."""
 
-import ast
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import docstring_parser
 import gradio as gr
 
 from ..settings import Settings
-
-__all__ = ["FIRST", "OPTIONS", "Option", "read_form", "shown_values"]
 
 FIRST = ("ratio", "target", "end", "when")
 """The options that matter most, which are shown first."""
@@ -126,19 +122,9 @@ def _kind_of(type_: Any) -> tuple[Any, tuple[str, ...]]:
     return plain[parts[0]], ()
 
 
-def _docs() -> dict[str, str]:
-    """The documentation of the fields of `Settings`, which only its source has."""
-    body = ast.parse(inspect.getsource(Settings)).body[0].body  # type: ignore[attr-defined]
-    docs = {}
-    for field, after in pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            docs[field.target.id] = " ".join(str(after.value.value).split())
-    return docs
-
-
 def _options() -> dict[str, Option]:
-    docs = _docs()
+    documented = docstring_parser.parse_from_object(Settings).params
+    docs = {one.arg_name: " ".join(str(one.description).split()) for one in documented}
     options = {}
     for field in fields(Settings):
         kind, words = _kind_of(field.type)

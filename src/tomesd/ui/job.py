@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,6 @@ from ..hosts import find_models
 from ..patch import patch_of
 from ..presets import Kind
 from ..settings import MergeWarning, Settings
-
-__all__ = ["Request", "Result", "StoppedError", "Studio"]
 
 _KEEP = 24
 """Results that are kept to look at again."""
@@ -50,14 +49,9 @@ class Request:
 
     def arguments(self) -> dict[str, Any]:
         """As `sample` takes them."""
-        given = {
-            "negative_prompt": self.negative,
-            "seed": self.seed,
-            "size": self.size,
-            "steps": self.steps,
-            "guidance": self.guidance,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        names = ("seed", "size", "steps", "guidance")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {"negative_prompt": self.negative, **given}
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,6 @@ class Result:
     warnings: tuple[str, ...]
     reused: bool
     """Whether the unmerged image is that of the job before."""
-    device: str
     files: tuple[Path, Path]
     """The unmerged and the merged image, with how they were made written into them."""
 
@@ -120,8 +113,8 @@ class Studio:
         self._pipe: Any = None
         self._kinds: dict[str, Kind] = {}
         self._warm: set[Any] = set()
-        self._small: tuple[Request, Sample] | None = None
-        self._unmerged: tuple[Request, Sample] | None = None
+        self._kept: dict[str, tuple[Request, Sample]] = {}
+        """The last small and the last unmerged image, which depend on no settings."""
         self._stopped: set[str] = set()
         self._number = 0
         self.results: dict[int, Result] = {}
@@ -131,7 +124,7 @@ class Studio:
         """Loads the model, unless it is the one that is loaded."""
         if model != self._model:
             self._model = self._pipe = None  # two may not fit into memory
-            self._small = self._unmerged = None
+            self._kept.clear()
             self._warm.clear()
             self._pipe = self._load(model)
             self._kinds[model] = find_models(self._pipe)[0].kind
@@ -177,12 +170,16 @@ class Studio:
         with self._one_at_a_time:
             report(f"Loading {request.model}", 0)
             pipe = self.pipeline(request.model)
-            small = self._make_small(pipe, request, on_step("Small image", 0))
+            small = None
+            if request.hires:  # the first pass, unmerged
+                image_to_image(pipe)  # before the work begins
+                once = replace(request, hires=False)
+                make = partial(_draw, pipe, once, None, on_step("Small image", 0))
+                small, _ = self._keep("small", once, make)
             report("Warming up", 0)
             self._warm_up(pipe, request, small)
-            unmerged, reused = self._make_unmerged(
-                pipe, request, small, on_step("Unmerged image", 0)
-            )
+            make = partial(_draw, pipe, request, small, on_step("Unmerged image", 0))
+            unmerged, reused = self._keep("unmerged", request, make)
             with _noted_warnings() as notes:
                 merged, maps, left_out = _make_merged(
                     pipe, request, small, on_step("Merged image", steps)
@@ -197,7 +194,6 @@ class Studio:
                 left_out,
                 tuple(notes),
                 reused,
-                denoiser(pipe).device.type,
                 self._save(number, request.model, unmerged, merged),
             )
             self.results[number] = made
@@ -205,16 +201,15 @@ class Studio:
                 del self.results[next(iter(self.results))]
             return made
 
-    def _make_small(self, pipe: Any, request: Request, on_step: OnStep) -> Sample | None:
-        """The first pass, unmerged, if there are two."""
-        if not request.hires:
-            return None
+    def _keep(self, name: str, request: Request, make: Callable[[], Sample]) -> tuple[Sample, bool]:
+        """An image without merging, and whether it is that of the job before."""
         same = replace(request, settings=Settings())
-        if self._small is None or self._small[0] != same:
-            image_to_image(pipe)  # before the work begins
-            made = sample(pipe, request.prompt, on_step=on_step, **request.arguments())
-            self._small = same, made
-        return self._small[1]
+        kept = self._kept.get(name)
+        if kept is not None and kept[0] == same:
+            return kept[1], True
+        made = make()
+        self._kept[name] = same, made
+        return made, False
 
     def _warm_up(self, pipe: Any, request: Request, small: Sample | None) -> None:
         """The first image of its kind is slow: its time would be no comparison."""
@@ -225,17 +220,6 @@ class Studio:
                 with _noted_warnings(), merging(pipe, settings):
                     _draw(pipe, short, small, lambda done: None)
                 self._warm.add(key)
-
-    def _make_unmerged(
-        self, pipe: Any, request: Request, small: Sample | None, on_step: OnStep
-    ) -> tuple[Sample, bool]:
-        """The unmerged image, and whether it is that of the job before."""
-        same = replace(request, settings=Settings())
-        if self._unmerged is not None and self._unmerged[0] == same:
-            return self._unmerged[1], True
-        made = _draw(pipe, request, small, on_step)
-        self._unmerged = same, made
-        return made, False
 
     def _save(self, number: int, model: str, unmerged: Sample, merged: Sample) -> tuple[Path, Path]:
         files = self.folder / f"{number}-unmerged.png", self.folder / f"{number}-merged.png"

@@ -1,17 +1,16 @@
 """What is on the page."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
 
 from .. import presets
 from ..settings import Settings
-from .events import DEFAULTS, Events, Inputs, Outputs
+from .events import DEFAULTS, Events, Inputs
 from .form import FIRST, OPTIONS
 from .job import Request, Studio
-
-__all__ = ["CSS", "THEME", "build_page"]
 
 THEME = gr.themes.Default(primary_hue="indigo", radius_size="md").set(
     block_info_text_color="*neutral_500"
@@ -132,7 +131,7 @@ def _option_inputs(settings: Settings) -> dict[str, Any]:
     return made
 
 
-def _outputs() -> tuple[Outputs, gr.Button]:
+def _outputs() -> tuple[SimpleNamespace, gr.Button]:
     """What shows a result, and the button that puts its settings into the form."""
     status = gr.HTML(padding=False, elem_id="status")
     slider = gr.ImageSlider(
@@ -167,18 +166,11 @@ def _outputs() -> tuple[Outputs, gr.Button]:
         render=False,
         elem_id="gallery",
     )
-    outputs = Outputs(
-        status,
-        slider,
-        numbers,
-        step,
-        map,
-        map_words,
-        python,
-        command,
-        details,
-        gallery,
-        shown=gr.State(0),
+    outputs = SimpleNamespace(
+        **{"status": status, "slider": slider, "numbers": numbers, "gallery": gallery},
+        **{"step": step, "map": map, "map_words": map_words, "python": python, "command": command},
+        details=details,  # all but the images; hidden while there is no result
+        shown=gr.State(0),  # the number of the result; 0 if there is none
     )
     return outputs, again
 

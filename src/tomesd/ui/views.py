@@ -3,10 +3,9 @@
 import html
 from typing import Literal
 
+from ..generation.lines import arguments
+from ..presets import changed
 from .job import Result
-from .lines import settings_words
-
-__all__ = ["caption", "note", "numbers", "summary"]
 
 
 def note(words: str, kind: Literal["info", "good", "warning", "error"] = "info") -> str:
@@ -17,7 +16,8 @@ def note(words: str, kind: Literal["info", "good", "warning", "error"] = "info")
 
 def summary(result: Result) -> str:
     """The line that says what came out of a job."""
-    steps, merged, left_out = len(result.maps), _merged_steps(result), sum(result.left_out)
+    steps, left_out = len(result.maps), sum(result.left_out)
+    merged = sum(map is not None for map in result.maps)
     words = f"Merged at {merged} of {steps} steps"
     words += f", and a part of the model left out at {left_out}" if left_out else ""
     if result.alike:
@@ -50,11 +50,8 @@ def _memory(mib: float | None) -> str:
 
 def caption(result: Result) -> str:
     """Below a picture in the gallery."""
-    return f"{result.number}. {settings_words(result.request.settings)}"
-
-
-def _merged_steps(result: Result) -> int:
-    return sum(map is not None for map in result.maps)
+    options = {k: v for k, v in changed(result.request.settings).items() if k != "seed"}
+    return f"{result.number}. {arguments(options) or 'default settings'}"
 
 
 def _tokens(result: Result) -> tuple[str, str]:

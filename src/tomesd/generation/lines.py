@@ -1,24 +1,21 @@
-"""What to type to make the same image again."""
+"""Settings as text: what to type to get them, in Python and on the command line."""
 
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ..presets import changed, options_of
+from ..presets import changed
 from ..settings import Settings
 
-__all__ = ["command_line", "python_line", "settings_words"]
+
+def arguments(options: Mapping[str, Any]) -> str:
+    """`ratio=0.5, target='kv'`"""
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def python_line(settings: Settings) -> str:
-    options = (f"{name}={value!r}" for name, value in options_of(settings).items())
-    return f"tomesd.apply_patch({', '.join(['pipe', *options])})"
-
-
-def settings_words(settings: Settings) -> str:
-    """What differs from the defaults."""
-    options = (f"{name}={value!r}" for name, value in changed(settings).items() if name != "seed")
-    return ", ".join(options) or "default settings"
+def python_line(options: Mapping[str, Any]) -> str:
+    """The call that merges with these options."""
+    return f"tomesd.apply_patch(pipe, {arguments(options)})"
 
 
 def command_line(prompt: str, settings: Settings, **options: Any) -> str:

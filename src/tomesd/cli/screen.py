@@ -1,11 +1,12 @@
-"""The progress bar."""
+"""What commands show: the progress bar, tables, times in words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 if TYPE_CHECKING:
     from ..generation.progress import OnProgress
@@ -37,3 +38,19 @@ def about(seconds: float) -> str:
             number = seconds / length
             return f"about {number:.0f} {unit}s" if number >= 3 else f"about {number:.1f} {unit}s"
     return f"about {max(1, round(seconds))} s"
+
+
+def number_table(
+    title: str | None,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    first: Literal["left", "right"] = "left",
+) -> Table:
+    """Columns of numbers, after a first one that names the rows."""
+    table = Table(title=title)
+    table.add_column(header[0], justify=first, overflow="fold")
+    for name in header[1:]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table

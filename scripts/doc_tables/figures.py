@@ -140,12 +140,12 @@ def tradeoffs(results: Results) -> Any:
     scores["lpips"] = ("LPIPS to unmerged", 1)
     picture, axes = panels(1, 2, 4.2)
     for one, (score, (title, scale)) in zip(axes[0], scores.items(), strict=True):
-        for number, (family, mark) in enumerate(zip(FAMILIES[1:], "ovXs^D*hPdp", strict=True)):
+        shown = [name for name in FAMILIES[1:] if any(row["setting"] == name for row in rows)]
+        for number, (family, mark) in enumerate(zip(shown, "ovXs^D*hPdp<", strict=False)):
             chosen = [row for row in rows if row["setting"] == family and has(row, score)]
             x, y = [row["speedup"] for row in chosen], [scale * row[score] for row in chosen]
             style = {"ls": "" if "," in family else "-", "marker": mark, "color": f"C{number}"}
-            if chosen:
-                one.plot(x, y, label=family, ms=4, lw=1, **style)
+            one.plot(x, y, label=family, ms=4, lw=1, **style)
         one.axhline(0, color=COLOURS["unpatched"], lw=0.8)
         label_speed(one, "eager", title)
     return with_legend(picture)

@@ -256,7 +256,7 @@ _IMAGES = (
         between=("kv_caches",),
     ),
     _2d("Bria", _apart(_ALL_ROWS), at.from_ids, _THOUSAND, between=_CONTROL),
-    _2d("BriaFibo", _then_joint(_ALL_ROWS), at.from_ids, _SIGMAS),
+    _2d("BriaFibo", _then_joint(_ALL_ROWS), at.from_ids, _THOUSAND),
     _2d(
         "BriaFibo2",
         _list(

@@ -3,7 +3,7 @@
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -243,6 +243,17 @@ class Settings:
         start, end = self.span
         if start >= end:
             raise ValueError(f"start={start!r}: must be below end={end!r}")
+
+    def refuse(self, names: Iterable[str], model: str, why: str = "") -> None:
+        """Refuses options that mean nothing on a model, if they are given.
+
+        Raises:
+            ValueError: one of them is not its default.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if value != getattr(Settings, name):
+                raise ValueError(f"{name}={value!r}: means nothing on a {model}{why}")
 
     def filled(self, **defaults: Any) -> "Settings":
         """The same, with these values where a field is None.

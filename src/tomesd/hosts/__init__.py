@@ -1,5 +1,6 @@
 """Finds the models to patch, and the modules in them, by the tables of the hosts."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,10 +12,11 @@ from ..regions import Role
 from ..schedule import Timeline
 from ..settings import Settings
 from . import registry, transformers, unets  # noqa: F401
-from .names import class_names
-from .row import Transformer
+from .names import class_names, is_comfy
+from .table import TRANSFORMERS
+from .table_comfy import COMFY_TRANSFORMERS
 from .timeline import find_timeline
-from .transformers import find_row
+from .transformers import Transformer
 
 __all__ = [
     "FoundModel",
@@ -22,6 +24,7 @@ __all__ = [
     "UnsupportedModelError",
     "find_models",
     "find_modules",
+    "find_row",
     "find_timeline",
 ]
 
@@ -81,7 +84,7 @@ class FoundModel:
     def sites(self, settings: Settings) -> list[Site]:
         """What to patch, and in which role. A module with two roles appears twice, inner first."""
         if self.row is not None:
-            sites = list(transformers.sites(self.module, self.row, settings))
+            sites = list(self.row.sites(self.module, settings))
             root = sites[-1][1]
             return sites if self.wrapper is None else [*sites, (self.wrapper, root)]
         if unets.BLOCK in class_names(self.module):
@@ -120,13 +123,34 @@ def find_models(model: Any) -> list[FoundModel]:
     if not found:
         if refused is not None:
             raise refused
-        supported = "; ".join((*unets.NAMES, transformers.name_all()))
+        supported = "; ".join((*unets.NAMES, _name_transformers()))
         raise UnsupportedModelError(
             f"tomesd found no transformer block it knows in this {type(model).__name__}. "
             f"Supported: {supported}. Give a pipeline, one of these models, or a wrapper around "
             "one."
         )
     return found
+
+
+_ROWS = {row.name: row for row in TRANSFORMERS}
+_COMFY_ROWS = {row.name: row for row in COMFY_TRANSFORMERS}
+
+
+def find_row(module: nn.Module) -> Transformer | None:
+    """What the tables say about a transformer, or about what it derives from."""
+    rows = _COMFY_ROWS if is_comfy(module) else _ROWS
+    return next((rows[name] for name in class_names(module) if name in rows), None)
+
+
+def _name_transformers() -> str:
+    """The supported transformers, for people to read."""
+    names = [row.name for row in TRANSFORMERS if not row.reason]
+    short = [re.sub(r"(Transformer([23]D)?)?(Model)?$", "", name) for name in names]
+    comfy = [row.name for row in COMFY_TRANSFORMERS if not row.reason]
+    return (
+        f"diffusion transformers of Diffusers ({', '.join(short)}) and of ComfyUI "
+        f"({', '.join(comfy)})"
+    )
 
 
 def find_modules(model: Any) -> dict[str, nn.Module]:

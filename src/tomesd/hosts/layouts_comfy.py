@@ -11,6 +11,7 @@ from torch import Tensor
 from ..layout import Layout, LayoutPart
 from ..regions import Given
 from ..state import Grid
+from .layouts import reads
 
 __all__ = ["from_comfy_image", "from_comfy_lumina", "from_comfy_video"]
 
@@ -28,6 +29,7 @@ def _layout(latent: Tensor, grid: Grid, *parts: LayoutPart) -> Layout:
     return Layout((latent.shape[-2], latent.shape[-1]), grid, parts)
 
 
+@reads("latent_channels height width", references=True)
 def from_comfy_image(module: Any, given: Given) -> Layout:
     """An image, and after it the reference images, which may differ in size."""
     latent = given["x"]
@@ -37,6 +39,7 @@ def from_comfy_image(module: Any, given: Given) -> Layout:
     return _layout(latent, grid, LayoutPart.on(grid), *references)
 
 
+@reads("latent_channels height width")
 def from_comfy_lumina(module: Any, given: Given) -> Layout:
     """An image, and after it what Z-Image pads the sequence with."""
     latent = given["x"]
@@ -46,6 +49,7 @@ def from_comfy_lumina(module: Any, given: Given) -> Layout:
     return _layout(latent, grid, image, *([LayoutPart(padding)] if padding else []))
 
 
+@reads("latent_channels frames height width", frames=True)
 def from_comfy_video(module: Any, given: Given) -> Layout:
     """A video, and after it frames that are given, which are left alone.
 

@@ -244,20 +244,14 @@ def check_options(settings: Settings, module: nn.Module) -> None:
     model = type(module).__name__
     if settings.metric == "clean":
         raise ValueError(f"metric='clean': a {model} is no rectified flow")
-    for name in ("depth", "st", "reference_ratio"):
-        value = getattr(settings, name)
-        if value is not None:
-            raise ValueError(
-                f"{name}={value!r}: means nothing on a {model}, only on diffusion transformers"
-            )
+    of_transformers = ("depth", "st", "reference_ratio")
+    settings.refuse(of_transformers, model, ", only on diffusion transformers")
     if settings.coarse and not (_COARSE in class_names(module) and is_root(module)):
-        raise ValueError(f"coarse={settings.coarse!r}: means nothing on a {model}")
+        settings.refuse(["coarse"], model)
     # A ControlNet always runs: the model that it controls takes all that it gives.
     if settings.reuse is None or _has_levels(module) or "ControlNet" in model:
         return
     if not is_stack(module) or not is_root(module):
-        raise ValueError(
-            f"reuse={settings.reuse!r}: means nothing on a {model}, only on UNets of diffusers "
-            "that have several levels, and on diffusion transformers"
-        )
+        levels = "UNets of diffusers that have several levels"
+        settings.refuse(["reuse"], model, f", only on {levels}, and on diffusion transformers")
     check_reuse(settings, model)

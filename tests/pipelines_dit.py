@@ -175,20 +175,12 @@ def _case(
     """
 
     def make() -> Case:
-        parts = components | {
-            "transformer": _tiny(transformer) if isinstance(transformer, str) else transformer
-        }
+        first = _tiny(transformer) if isinstance(transformer, str) else transformer
+        parts = {"transformer": first, **components}
         made = {name: part() if callable(part) else part for name, part in parts.items()}
         return _pipeline(getattr(diffusers, f"{cls}Pipeline"), **made), _common(scale) | arguments
 
     return make
-
-
-_FLUX = _embeds(32) | _pooled(24)
-_ONE_FLUX = _positive(_FLUX)
-_CONTROL = {"control_image": _picture(), "controlnet_conditioning_scale": 0.7}
-_FLUX_MASK = torch.zeros(1, 1, *_size().values())
-_FLUX_MASK[..., 32:64, 16:] = 1
 
 
 def _hidream() -> Case:
@@ -200,6 +192,15 @@ def _hidream() -> Case:
     return pipe, arguments
 
 
+_MASKED = _masks("prompt_attention_mask")
+_UNEVEN = _masks("prompt_attention_mask", hidden=2)
+_MASKED_EMBEDS = _masks("prompt_embeds_mask")
+_UNEVEN_EMBEDS = _masks("prompt_embeds_mask", hidden=2)
+_FLUX = _embeds(32) | _pooled(24)
+_ONE_FLUX = _positive(_FLUX)
+_CONTROL = {"control_image": _picture(), "controlnet_conditioning_scale": 0.7}
+_FLUX_MASK = torch.zeros(1, 1, *_size().values())
+_FLUX_MASK[..., 32:64, 16:] = 1
 _NO_BINS = {"use_resolution_binning": False}
 _NO_NEGATIVE = {"negative_prompt": None}
 _HUNYUAN_TEXTS = (
@@ -249,29 +250,19 @@ _IMAGES = {
         vae=make_vae,
         controlnet=_controlnet("SD3", "sd3", num_layers=2, extra_conditioning_channels=0),
     ),
-    "qwen": _case("QwenImage", "qwen", _embeds(32) | _masks("prompt_embeds_mask"), vae=_qwen_vae),
+    "qwen": _case("QwenImage", "qwen", _embeds(32) | _MASKED_EMBEDS, vae=_qwen_vae),
     "qwen_edit": _case(
         "QwenImageEdit",
         "qwen",
-        _embeds(32)
-        | _masks("prompt_embeds_mask")
-        | {"image": Image.effect_noise((64, 64), 50).convert("RGB")},
+        _embeds(32) | _MASKED_EMBEDS | {"image": Image.effect_noise((64, 64), 50).convert("RGB")},
         scale=64,
         vae=_small_vae,
     ),
     "zimage": _case("ZImage", "zimage", _listed(_embeds(24)), vae=make_vae),
-    "chroma": _case(
-        "Chroma", "chroma", _embeds(32) | _masks("prompt_attention_mask", hidden=2), vae=make_vae
-    ),
-    "lumina2": _case(
-        "Lumina2", "lumina2", _embeds(24) | _masks("prompt_attention_mask", hidden=2), vae=make_vae
-    ),
-    "lumina_next": _case(
-        "Lumina", "lumina_next", _embeds(32) | _masks("prompt_attention_mask"), vae=make_vae
-    ),
-    "auraflow": _case(
-        "AuraFlow", "auraflow", _embeds(32) | _masks("prompt_attention_mask"), vae=make_vae
-    ),
+    "chroma": _case("Chroma", "chroma", _embeds(32) | _UNEVEN, vae=make_vae),
+    "lumina2": _case("Lumina2", "lumina2", _embeds(24) | _UNEVEN, vae=make_vae),
+    "lumina_next": _case("Lumina", "lumina_next", _embeds(32) | _MASKED, vae=make_vae),
+    "auraflow": _case("AuraFlow", "auraflow", _embeds(32) | _MASKED, vae=make_vae),
     "cogview3": _case(
         "CogView3Plus", "cogview3", _embeds(32), vae=make_vae, scheduler=_cogvideox_ddim
     ),
@@ -279,10 +270,7 @@ _IMAGES = {
     "hunyuan_image": _case(
         "HunyuanImage",
         "hunyuan_image_ocr",
-        _embeds(32)
-        | _embeds(24, suffix="_2")
-        | _masks("prompt_embeds_mask", hidden=2)
-        | _masks("prompt_embeds_mask_2"),
+        _embeds(32) | _embeds(24, suffix="_2") | _UNEVEN_EMBEDS | _masks("prompt_embeds_mask_2"),
         scale=32,
     ),
     "hunyuan_dit": _case("HunyuanDiT", "hunyuan_dit", _HUNYUAN_TEXTS, **_HUNYUAN_DIT),
@@ -297,21 +285,16 @@ _IMAGES = {
     "pixart_sigma": _case(
         "PixArtSigma",
         functools.partial(seeded, diffusers.PixArtTransformer2DModel, **PIXART_CONFIG),
-        _embeds(32) | _masks("prompt_attention_mask") | _NO_BINS | _NO_NEGATIVE,
+        _embeds(32) | _MASKED | _NO_BINS | _NO_NEGATIVE,
         vae=make_vae,
         scheduler=_ddim,
     ),
-    "sana": _case(
-        "Sana",
-        "sana",
-        _embeds(24) | _masks("prompt_attention_mask") | _NO_BINS | _NO_NEGATIVE,
-        scale=32,
-    ),
+    "sana": _case("Sana", "sana", _embeds(24) | _MASKED | _NO_BINS | _NO_NEGATIVE, scale=32),
     "krea2": _case(
         "Krea2",
         "krea2",
         {name: text.unsqueeze(2).expand(-1, -1, 3, -1) for name, text in _embeds(24).items()}
-        | _masks("prompt_embeds_mask", hidden=2),
+        | _UNEVEN_EMBEDS,
     ),
     "ovis": _case("OvisImage", "ovis", _embeds(32) | _NO_NEGATIVE, vae=make_vae),
     "bria": _case("Bria", "bria", _embeds(32), vae=make_vae),
@@ -319,16 +302,11 @@ _IMAGES = {
         "BriaFibo2",
         "bria_fibo2",
         {name: text[:, None].expand(-1, 3, -1, -1) for name, text in _embeds(24).items()}
-        | _masks("prompt_embeds_mask", hidden=2),
+        | _UNEVEN_EMBEDS,
         vae=make_vae,
     ),
-    "nucleus": _case("NucleusMoEImage", "nucleus", _embeds(32) | _masks("prompt_embeds_mask")),
-    "prx": _case(
-        "PRX",
-        "prx",
-        _embeds(24) | _masks("prompt_attention_mask", hidden=2) | _NO_BINS,
-        vae=make_vae,
-    ),
+    "nucleus": _case("NucleusMoEImage", "nucleus", _embeds(32) | _MASKED_EMBEDS),
+    "prx": _case("PRX", "prx", _embeds(24) | _UNEVEN | _NO_BINS, vae=make_vae),
     "ernie": _case(
         "ErnieImage",
         "ernie",
@@ -373,42 +351,30 @@ _VIDEOS = {
     ),
     "helios": _case("Helios", "helios", _VIDEO | {"num_latent_frames_per_chunk": 3}, vae=_wan_vae),
     "hunyuan_video": _case(
-        "HunyuanVideo",
-        "hunyuan_video",
-        _VIDEO | _pooled(24) | _masks("prompt_attention_mask", hidden=2) | {"true_cfg_scale": 2.0},
+        "HunyuanVideo", "hunyuan_video", _VIDEO | _pooled(24) | _UNEVEN | {"true_cfg_scale": 2.0}
     ),
     "motif": _case(
         "MotifVideo",
         "motif",
-        _VIDEO | _masks("prompt_attention_mask", hidden=2),
+        _VIDEO | _UNEVEN,
         vae=_wan_vae,
         guider=diffusers.ClassifierFreeGuidance,
     ),
     "cogvideox": _case("CogVideoX", "cogvideox_5b", _VIDEO, scheduler=_cogvideox_ddim),
-    "ltx": _case(
-        "LTX",
-        "ltx",
-        _embeds(24) | _masks("prompt_attention_mask") | {"num_frames": 17},
-        scale=32,
-    ),
+    "ltx": _case("LTX", "ltx", _embeds(24) | _MASKED | {"num_frames": 17}, scale=32),
     "mochi": _case(
         "Mochi",
         "mochi",
-        _embeds(32) | _masks("prompt_attention_mask", hidden=2) | {"num_frames": 13},
+        _embeds(32) | _UNEVEN | {"num_frames": 13},
         scheduler=lambda: diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
     ),
     "allegro": _case(
         "Allegro",
         "allegro",
-        _embeds(24) | _masks("prompt_attention_mask", hidden=2) | {"num_frames": 12} | _NO_NEGATIVE,
+        _embeds(24) | _UNEVEN | {"num_frames": 12} | _NO_NEGATIVE,
         scheduler=_ddim,
     ),
-    "easyanimate": _case(
-        "EasyAnimate",
-        "easyanimate",
-        _VIDEO | _masks("prompt_attention_mask"),
-        vae=_easyanimate_vae,
-    ),
+    "easyanimate": _case("EasyAnimate", "easyanimate", _VIDEO | _MASKED, vae=_easyanimate_vae),
     "latte": _case(
         "Latte",
         "latte",

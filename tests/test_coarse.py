@@ -736,7 +736,7 @@ def test_unets_that_cannot_say_so() -> None:
         with pytest.raises(ValueError, match=r"coarse=0\.3: means nothing on a"):
             tomesd.apply_patch(UNET_HOSTS[name].build(), coarse=0.3)
     with pytest.raises(ValueError, match=r"coarse=0\.3: means nothing on a UNetModel"):
-        tomesd.apply_patch(LDM_HOSTS[0].build(), coarse=0.3)
+        tomesd.apply_patch(LDM_HOSTS["ldm-sd1"].build(), coarse=0.3)
 
 
 # What is told

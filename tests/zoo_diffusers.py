@@ -332,6 +332,23 @@ def tokens_into(model: nn.Module, *layers: str) -> Iterator[dict[str, tuple]]:
             handle.remove()
 
 
+def is_temporal(name: str) -> bool:
+    """Whether a module of a video model looks along the frames."""
+    return any(part in name for part in ("motion_modules", "temp", "transformer_in"))
+
+
+def spatial_tokens(seen: dict[str, tuple]) -> dict[str, int]:
+    """Tokens of an image or frame; a block's `fuser` (GLIGEN) is a layer of its own kind."""
+    names = [name for name in seen if not is_temporal(name) and ".fuser." not in name]
+    return {name: seen[name][1] for name in names}
+
+
+def expected_tokens(full: dict[str, int], levels: int, ratio: float) -> dict[str, int]:
+    """Tokens left when the `levels` largest grids of a model merge and the others do not."""
+    merging = sorted(set(full.values()), reverse=True)[:levels]
+    return {name: n - int(n * ratio) if n in merging else n for name, n in full.items()}
+
+
 def module_state(model: nn.Module) -> dict[str, tuple[type, frozenset[str]]]:
     """Class and attribute names of every sub-module: what removing a patch must give back."""
     return {name: (type(m), frozenset(m.__dict__)) for name, m in model.named_modules()}

@@ -180,87 +180,67 @@ def _shapes_of(name: str) -> Any:
     return DITS[name].build()
 
 
+_SIZES = {
+    1: "num_refiner_layers n_refiner_layers approximator_layers perceiver_num_layers "
+    "num_text_blocks num_layerwise_text_blocks num_refiner_text_blocks LFE_ff_mult",
+    2: "num_attention_heads n_heads num_heads n_kv_heads audio_num_attention_heads "
+    "num_kv_heads text_num_attention_heads text_num_key_value_heads face_encoder_num_heads "
+    "cross_attn_num_heads LFE_num_heads LFE_num_id_token num_decoder_layers "
+    "cross_attn_interval controlnet_block_every_n inject_face_latents_blocks gist_step",
+    3: "num_mmdit_layers mmdit_layers num_text_layers video_length",
+    4: "in_channels out_channels latent_channels in_visual_dim out_visual_dim condition_dim "
+    "motion_dim num_layers num_single_layers num_single_dit_layers n_layers depth "
+    "num_visual_blocks num_cross_attention_heads num_experts min_num_gist_tokens gist_min_text_len "
+    "LFE_num_querie",
+    5: "text_len_t5 LFE_depth",
+    6: "audio_in_channels audio_out_channels in_audio_dim out_audio_dim LFE_id_dim",
+    7: "text_len max_text_seq_length",
+    8: "sample_width audio_attention_head_dim cross_attention_head_dim cross_attn_dim_head "
+    "LFE_dim_head LFE_vit_dim adaln_lora_dim motion_style_dim approximator_num_channels "
+    "max_num_gist_tokens gist_max_text_len",
+    9: "sample_frames",
+    12: "sample_height in_text_dim2 vace_in_channels",
+    16: "attention_head_dim sample_size pos_embed_max_size time_embed_dim timestep_embed_dim "
+    "time_step_dim time_dim timestep_channels timestep_guidance_channels cond_in_channels "
+    "audio_cross_attention_dim adaln_dim approximator_hidden_dim moe_intermediate_dim "
+    "motion_encoder_size motion_encoder_dim face_encoder_hidden_dim multiple_of "
+    "max_sequence_length",
+    24: "caption_channels cap_feat_dim pooled_projection_dim image_embed_dim image_proj_dim "
+    "text_emb_dim text_encoder_dim text_hidden_dim text_in_dim in_text_dim "
+    "cross_attention_dim_t5 llm_features_dim",
+    32: "hidden_size dim model_dim joint_attention_dim cross_attention_dim "
+    "caption_projection_dim text_embed_dim text_dim text_intermediate_size freq_dim "
+    "rope_max_seq_len LFE_output_dim prior_vq_quantizer_codebook_size",
+    48: "intermediate_size ff_dim",
+    64: "ffn_dim ffn_hidden_size vocab_size",
+}
 TINY: dict[str, Any] = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "sample_size": 16,
-    "sample_height": 12,
-    "sample_width": 8,
-    "pos_embed_max_size": 16,
-    # blocks
-    **dict.fromkeys(("num_layers", "n_layers", "num_single_layers"), 4),
-    **dict.fromkeys(("num_refiner_layers", "n_refiner_layers"), 1),
-    **dict.fromkeys(("num_attention_heads", "n_heads"), 2),
-    "attention_head_dim": 16,
-    **dict.fromkeys(("hidden_size", "dim"), 32),
-    "intermediate_size": 48,
+    **{name: size for size, names in _SIZES.items() for name in names.split()},
     **dict.fromkeys(("axes_dims_rope", "axes_dims", "rope_axes_dim", "rope_dim_list"), (4, 6, 6)),
-    # text, time and pictures that are given
-    **dict.fromkeys(("joint_attention_dim", "cross_attention_dim", "caption_projection_dim"), 32),
-    **dict.fromkeys(("text_embed_dim", "text_dim"), 32),
-    **dict.fromkeys(("caption_channels", "cap_feat_dim", "pooled_projection_dim"), 24),
-    "image_embed_dim": 24,
-    "time_embed_dim": 16,
-    "condition_dim": 4,
+    "rope_dim": (4, 6, 6),
+    "axes_dim_rope": (4, 4, 4),
+    "axes_dim": (8, 8),
+    "mrope_section": (4, 2, 2),
+    "max_size": (4, 16, 16),
+    "max_resolution": (16, 16),
+    "injection_layer_ids": (1, 2),
 }
 """What every tiny model has, as far as its class takes it."""
 
 # What several cases of a class share, or classes that are made alike.
 FLUX: dict[str, Any] = {"in_channels": 16, "out_channels": None, "num_layers": 3}
-FLUX2 = FLUX | {"axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16}
-FLUX3 = FLUX2 | {"cond_in_channels": 16, "timestep_channels": 16}
+FLUX2 = FLUX | {"axes_dims_rope": (4, 4, 4, 4)}
 SD3: dict[str, Any] = {"attention_head_dim": 8, "num_attention_heads": 4, "pos_embed_max_size": 24}
 QWEN: dict[str, Any] = {"in_channels": 16}
-ZIMAGE: dict[str, Any] = {"n_kv_heads": 2, "axes_lens": (256, 64, 64)}
-LUMINA2: dict[str, Any] = {
-    "hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "multiple_of": 16,
-    "axes_dim_rope": (4, 4, 4),
-    "axes_lens": (300, 32, 32),
-}
+ZIMAGE: dict[str, Any] = {"axes_lens": (256, 64, 64)}
+LUMINA2: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4, "axes_lens": (300, 32, 32)}
 HUNYUAN: dict[str, Any] = {"num_layers": 3, "num_single_layers": 3}
 HUNYUAN_IMAGE = HUNYUAN | {"rope_axes_dim": (8, 8)}
-FIBO2: dict[str, Any] = {
-    "injection_layer_ids": (1, 2),
-    "perceiver_num_layers": 1,
-    "min_num_gist_tokens": 4,
-    "max_num_gist_tokens": 8,
-    "gist_step": 2,
-    "gist_min_text_len": 4,
-    "gist_max_text_len": 8,
-    "axes_lens": (64, 32, 32),
-}
-WAN: dict[str, Any] = {"freq_dim": 32, "ffn_dim": 64, "rope_max_seq_len": 32}
+FIBO2: dict[str, Any] = {"axes_lens": (64, 32, 32)}
 PICTURE = {"image_dim": 24, "added_kv_proj_dim": 32}
-COGVIDEOX: dict[str, Any] = {"sample_frames": 9, "max_text_seq_length": 7}
-COGVIDEOX_ROPE = COGVIDEOX | {"use_rotary_positional_embeddings": True}
+ROPE = {"use_rotary_positional_embeddings": True}
 LTX: dict[str, Any] = {"in_channels": 8, "out_channels": 8}
-LTX2 = LTX | {
-    "audio_in_channels": 6,
-    "audio_out_channels": 6,
-    "audio_num_attention_heads": 2,
-    "audio_attention_head_dim": 8,
-    "audio_cross_attention_dim": 16,
-}
-COSMOS: dict[str, Any] = {
-    "adaln_lora_dim": 8,
-    "max_size": (4, 16, 16),
-    "concat_padding_mask": False,  # would need torchvision
-    "controlnet_block_every_n": 2,
-}
-KANDINSKY: dict[str, Any] = {
-    "in_visual_dim": 4,
-    "out_visual_dim": 4,
-    "in_text_dim": 24,
-    "in_text_dim2": 12,
-    "time_dim": 16,
-    "model_dim": 32,
-    "ff_dim": 48,
-    "num_text_blocks": 1,
-    "num_visual_blocks": 4,
-}
+COSMOS = {"concat_padding_mask": False}  # would need torchvision
 
 
 def _dit(
@@ -295,19 +275,11 @@ _IMAGES = (
     _dit("flux_kontext", "Flux", FLUX, change=calls.reference_flux),
     _dit("flux2", "Flux2", FLUX2),
     _dit("flux2_edit", "Flux2", FLUX2, change=calls.reference_flux),
-    _dit("flux3", "Flux3", FLUX3),
-    _dit("flux3_edit", "Flux3", FLUX3, change=calls.reference_flux3),
-    _dit(
-        "chroma",
-        "Chroma",
-        FLUX,
-        change=calls.uneven("attention_mask", end=TEXT),
-        approximator_num_channels=8,
-        approximator_hidden_dim=16,
-        approximator_layers=1,
-    ),
+    _dit("flux3", "Flux3", FLUX2),
+    _dit("flux3_edit", "Flux3", FLUX2, change=calls.reference_flux3),
+    _dit("chroma", "Chroma", FLUX, change=calls.uneven("attention_mask", end=TEXT)),
     _dit("bria", "Bria", FLUX, pooled_projection_dim=None),
-    _dit("bria_fibo", "BriaFibo", FLUX, pooled_projection_dim=None, text_encoder_dim=24),
+    _dit("bria_fibo", "BriaFibo", FLUX, pooled_projection_dim=None),
     _dit("bria_fibo2", "BriaFibo2", FIBO2, change=calls.reference_fibo),
     _dit("bria_fibo2_uneven", "BriaFibo2", FIBO2, change=calls.fibo_texts),
     _dit("ovis", "OvisImage", FLUX, out_channels=16),
@@ -326,23 +298,15 @@ _IMAGES = (
         change=_UNEVEN_STATES,
         mlp_ratio=8.0,  # the width inside is cut down to a multiple of 128
         dense_moe_strategy="leave_first_block_dense",
-        num_experts=4,
-        moe_intermediate_dim=16,
         capacity_factors=2.0,
     ),
     _dit("zimage", "ZImage", ZIMAGE),
     _dit("zimage_uneven", "ZImage", ZIMAGE, change=calls.long_caption),
     _dit("lumina2", "Lumina2", LUMINA2),
     _dit("lumina2_uneven", "Lumina2", LUMINA2, change=_UNEVEN_TEXTS),
-    _dit("lumina_next", "LuminaNextDiT", change=calls.lumina_rope, num_kv_heads=1, multiple_of=16),
+    _dit("lumina_next", "LuminaNextDiT", change=calls.lumina_rope, num_kv_heads=1),
     _dit(
-        "auraflow",
-        "AuraFlow",
-        num_mmdit_layers=3,
-        num_single_dit_layers=4,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        pos_embed_max_size=256,
+        "auraflow", "AuraFlow", attention_head_dim=8, num_attention_heads=4, pos_embed_max_size=256
     ),
     _dit(
         "hidream",
@@ -350,8 +314,6 @@ _IMAGES = (
         HUNYUAN,
         patch_size=2,
         caption_channels=[32, 24],
-        text_emb_dim=24,
-        max_resolution=(16, 16),
         llama_layers=(0, 1, 1, 2, 2, 2),
     ),
     _dit("hunyuan_image", "HunyuanImage", HUNYUAN_IMAGE, size=(6, 4)),
@@ -369,112 +331,47 @@ _IMAGES = (
         change=calls.hunyuan_dit_rope,
         patch_size=2,
         num_layers=6,
-        cross_attention_dim_t5=24,
         pooled_projection_dim=8,
-        text_len=7,
-        text_len_t5=5,
         activation_fn="gelu-approximate",
     ),
     _dit("cogview3", "CogView3Plus"),
     _dit("cogview4", "CogView4", rope_axes_dim=(16, 16)),
-    _dit("glm_image", "GlmImage", prior_vq_quantizer_codebook_size=32),
-    _dit(
-        "krea2",
-        "Krea2",
-        change=_UNEVEN_TEXTS,
-        in_channels=16,
-        num_key_value_heads=1,
-        timestep_embed_dim=16,
-        text_hidden_dim=24,
-        num_text_layers=3,
-        text_num_attention_heads=2,
-        text_num_key_value_heads=2,
-        text_intermediate_size=32,
-        num_layerwise_text_blocks=1,
-        num_refiner_text_blocks=1,
-    ),
-    _dit(
-        "prx",
-        "PRX",
-        change=calls.uneven("attention_mask"),
-        context_in_dim=24,
-        num_heads=2,
-        depth=4,
-        axes_dim=[8, 8],
-    ),
+    _dit("glm_image", "GlmImage"),
+    _dit("krea2", "Krea2", change=_UNEVEN_TEXTS, in_channels=16, num_key_value_heads=1),
+    _dit("prx", "PRX", change=calls.uneven("attention_mask"), context_in_dim=24),
     _dit(
         "omnigen",
         "OmniGen",
         num_key_value_heads=2,
-        time_step_dim=16,
-        vocab_size=64,
         pad_token_id=0,
         rope_scaling={"long_factor": list(range(1, 9)), "short_factor": list(range(1, 9))},
     ),
     _dit(
-        "ernie",
-        "ErnieImage",
-        size=(6, 4),
-        change=calls.text_lengths,
-        in_channels=8,
-        out_channels=8,
-        ffn_hidden_size=64,
-        text_in_dim=24,
+        "ernie", "ErnieImage", size=(6, 4), change=calls.text_lengths, in_channels=8, out_channels=8
     ),
     _dit("joyimage", "JoyImageEdit", text_dim=24),
     _dit("joyimage_plus", "JoyImageEditPlus", change=calls.reference_joy, text_dim=24),
-    _dit(
-        "ideogram4",
-        "Ideogram4",
-        in_channels=16,
-        adaln_dim=16,
-        llm_features_dim=24,
-        mrope_section=(4, 2, 2),
-    ),
-    _dit(
-        "sana",
-        "Sana",
-        size=(6, 4),
-        num_attention_heads=4,
-        attention_head_dim=8,
-        num_cross_attention_heads=4,
-        cross_attention_head_dim=8,
-        sample_size=8,
-    ),
+    _dit("ideogram4", "Ideogram4", in_channels=16),
+    _dit("sana", "Sana", size=(6, 4), num_attention_heads=4, attention_head_dim=8, sample_size=8),
 )
 
 _VIDEOS = (
-    _dit("wan", "Wan", WAN),
-    _dit("wan_i2v", "Wan", WAN | PICTURE, in_channels=9),
-    _dit("wan_ti2v", "Wan", WAN, change=calls.time_per_token(2)),
-    _dit("wan_vace", "WanVACE", WAN, vace_layers=[0, 2], vace_in_channels=12),
+    _dit("wan", "Wan"),
+    _dit("wan_i2v", "Wan", PICTURE, in_channels=9),
+    _dit("wan_ti2v", "Wan", change=calls.time_per_token(2)),
+    _dit("wan_vace", "WanVACE", vace_layers=[0, 2]),
     _dit(
         "wan_animate",
         "WanAnimate",
-        WAN | PICTURE,
+        PICTURE,
         in_channels=12,
-        latent_channels=4,
         motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8},
-        motion_encoder_size=16,
-        motion_style_dim=8,
-        motion_dim=4,
-        motion_encoder_dim=16,
-        face_encoder_hidden_dim=16,
-        face_encoder_num_heads=2,
-        inject_face_latents_blocks=2,
     ),
-    _dit("skyreels", "SkyReelsV2", WAN, inject_sample_info=True),
-    _dit("skyreels_df", "SkyReelsV2", WAN, change=calls.diffusion_forcing),
-    _dit("chronoedit", "ChronoEdit", WAN | PICTURE, in_channels=9),
-    _dit("anyflow", "AnyFlow", WAN, change=calls.any_times),
-    _dit(
-        "helios",
-        "Helios",
-        WAN,
-        size=(8, 8),
-        rope_dim=(4, 6, 6),
-        is_amplify_history=True,
-    ),
+    _dit("skyreels", "SkyReelsV2", inject_sample_info=True),
+    _dit("skyreels_df", "SkyReelsV2", change=calls.diffusion_forcing),
+    _dit("chronoedit", "ChronoEdit", PICTURE, in_channels=9),
+    _dit("anyflow", "AnyFlow", change=calls.any_times),
+    _dit("helios", "Helios", size=(8, 8), is_amplify_history=True),
     _dit("hunyuan_video", "HunyuanVideo", HUNYUAN),
     _dit("hunyuan_video_uneven", "HunyuanVideo", HUNYUAN, change=_UNEVEN_TEXTS),
     _dit("hunyuan_video_i2v", "HunyuanVideo", HUNYUAN, image_condition_type="token_replace"),
@@ -484,24 +381,16 @@ _VIDEOS = (
         HUNYUAN,
         size=(8, 8),
         has_image_proj=True,
-        image_proj_dim=24,
         has_clean_x_embedder=True,
     ),
     _dit("hunyuan_video15", "HunyuanVideo15", size=(6, 4), in_channels=9, text_embed_2_dim=24),
-    _dit(
-        "motif",
-        "MotifVideo",
-        HUNYUAN,
-        in_channels=9,
-        num_single_layers=5,
-        num_decoder_layers=2,
-    ),
-    _dit("cogvideox_2b", "CogVideoX", COGVIDEOX),
-    _dit("cogvideox_5b", "CogVideoX", COGVIDEOX_ROPE, change=calls.cogvideox_rope()),
+    _dit("motif", "MotifVideo", HUNYUAN, in_channels=9, num_single_layers=5),
+    _dit("cogvideox_2b", "CogVideoX"),
+    _dit("cogvideox_5b", "CogVideoX", ROPE, change=calls.cogvideox_rope()),
     _dit(
         "cogvideox_15",
         "CogVideoX",
-        COGVIDEOX_ROPE,
+        ROPE,
         frames=4,
         change=calls.cogvideox_rope(2),
         patch_size_t=2,
@@ -511,29 +400,17 @@ _VIDEOS = (
     _dit(
         "consisid",
         "ConsisID",
-        COGVIDEOX_ROPE,
+        ROPE,
         change=calls.cogvideox_rope(),
         num_attention_heads=3,
         is_train_face=True,
-        cross_attn_interval=2,
-        cross_attn_dim_head=8,
-        cross_attn_num_heads=2,
-        LFE_id_dim=6,
-        LFE_vit_dim=8,
-        LFE_depth=5,
-        LFE_dim_head=8,
-        LFE_num_heads=2,
-        LFE_num_id_token=2,
-        LFE_num_querie=4,
-        LFE_output_dim=32,  # two thirds of the width
-        LFE_ff_mult=1,
     ),
     _dit("ltx", "LTXVideo", LTX, size=(6, 4), change=_UNEVEN_TEXTS),
     _dit("ltx_i2v", "LTXVideo", LTX, size=(6, 4), change=calls.time_per_token(1)),
-    _dit("ltx2", "LTX2Video", LTX2, size=(6, 4)),
-    _dit("ltx2_i2v", "LTX2Video", LTX2, size=(6, 4), change=calls.time_per_token(1)),
-    _dit("ltx2_split", "LTX2Video", LTX2, size=(6, 4), rope_type="split"),
-    _dit("mochi", "Mochi", change=_UNEVEN_TEXTS, time_embed_dim=8, max_sequence_length=16),
+    _dit("ltx2", "LTX2Video", LTX, size=(6, 4)),
+    _dit("ltx2_i2v", "LTX2Video", LTX, size=(6, 4), change=calls.time_per_token(1)),
+    _dit("ltx2_split", "LTX2Video", LTX, size=(6, 4), rope_type="split"),
+    _dit("mochi", "Mochi", change=_UNEVEN_TEXTS, time_embed_dim=8),
     _dit(
         "allegro",
         "Allegro",
@@ -542,7 +419,7 @@ _VIDEOS = (
         cross_attention_dim=48,
         sample_frames=3,
     ),
-    _dit("easyanimate", "EasyAnimate", patch_size=2, mmdit_layers=3, time_embed_dim=8),
+    _dit("easyanimate", "EasyAnimate", patch_size=2, time_embed_dim=8),
     _dit(
         "latte",
         "Latte",
@@ -558,21 +435,11 @@ _VIDEOS = (
         norm_type="ada_norm_single",
         norm_elementwise_affine=False,
         norm_eps=1e-6,
-        video_length=3,
     ),
     _dit("cosmos", "Cosmos", COSMOS),
     _dit("cosmos_v2w", "Cosmos", COSMOS, change=calls.time_per_frame),
-    _dit("kandinsky5", "Kandinsky5", KANDINSKY),
-    _dit(
-        "kandinsky6",
-        "Kandinsky6",
-        KANDINSKY,
-        in_audio_dim=6,
-        out_audio_dim=6,
-        visual_cond=False,
-        ca_rope=True,
-        num_visual_blocks=6,
-    ),
+    _dit("kandinsky5", "Kandinsky5"),
+    _dit("kandinsky6", "Kandinsky6", visual_cond=False, ca_rope=True, num_visual_blocks=6),
 )
 
 DITS = {dit.name: dit for dit in (*_IMAGES, *_VIDEOS)}

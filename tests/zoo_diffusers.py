@@ -112,34 +112,44 @@ def seeded(make: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: 
     return module.eval().requires_grad_(False)
 
 
+def _levels(kind: str, *attention: bool) -> dict[str, tuple[str, ...]]:
+    """The types of blocks, and which levels have attention, the finest first."""
+    names = ["CrossAttn" * has for has in attention]
+    return {
+        "down_block_types": tuple(f"{name}DownBlock{kind}" for name in names),
+        "up_block_types": tuple(f"{name}UpBlock{kind}" for name in reversed(names)),
+    }
+
+
 SD1_CONFIG: dict[str, Any] = {
     "sample_size": 16,
     "in_channels": 4,
     "out_channels": 4,
     "layers_per_block": 1,
     "block_out_channels": (32, 64, 64),
-    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    **_levels("2D", True, True, False),
     "cross_attention_dim": CROSS,
     "attention_head_dim": 4,
     "norm_num_groups": 8,
 }
 SD2_CONFIG = SD1_CONFIG | {"attention_head_dim": (2, 4, 4), "use_linear_projection": True}
 # Twice one projected text embedding for the pooled text, six numbers of 8 channels each.
-SDXL_CONFIG = SD2_CONFIG | {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2, 3),
+_TEXT_TIME = {
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": CROSS + 6 * 8,
 }
+SDXL_CONFIG = (
+    SD2_CONFIG
+    | _levels("2D", False, True, True)
+    | _TEXT_TIME
+    | {"transformer_layers_per_block": (1, 2, 3)}
+)
 INPAINT_CONFIG = SD1_CONFIG | {"in_channels": 9}
 # As released: the first attention sees the text only, except at the coarsest level.
 UPSCALER_CONFIG = SD2_CONFIG | {
     "in_channels": 7,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    **_levels("2D", False, True, True),
     "only_cross_attention": (True, True, False),
     "num_class_embeds": 1000,
 }
@@ -158,57 +168,33 @@ PIXART_CONFIG = DIT_CONFIG | {
     "caption_channels": CROSS,
 }
 MOTION_CONFIG = SD1_CONFIG | {
-    "down_block_types": (
-        "CrossAttnDownBlockMotion",
-        "CrossAttnDownBlockMotion",
-        "DownBlockMotion",
-    ),
-    "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion", "CrossAttnUpBlockMotion"),
+    **_levels("Motion", True, True, False),
     "num_attention_heads": 4,
     "motion_num_attention_heads": 4,
     "motion_max_seq_length": 8,
 }
 MOTION_CONFIG.pop("attention_head_dim")
 # Temporal attention at every level, spatial attention from the second level on.
-MOTION_SDXL_CONFIG = MOTION_CONFIG | {
-    "down_block_types": (
-        "DownBlockMotion",
-        "CrossAttnDownBlockMotion",
-        "CrossAttnDownBlockMotion",
-    ),
-    "up_block_types": ("CrossAttnUpBlockMotion", "CrossAttnUpBlockMotion", "UpBlockMotion"),
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": CROSS + 6 * 8,
-}
+MOTION_SDXL_CONFIG = (
+    MOTION_CONFIG
+    | _levels("Motion", False, True, True)
+    | _TEXT_TIME
+    | {"use_linear_projection": True}
+)
 SVD_CONFIG: dict[str, Any] = {
     "sample_size": 16,
     "in_channels": 8,
     "out_channels": 4,
     "layers_per_block": 1,
     "block_out_channels": (32, 64, 64),
-    "down_block_types": (
-        "CrossAttnDownBlockSpatioTemporal",
-        "CrossAttnDownBlockSpatioTemporal",
-        "DownBlockSpatioTemporal",
-    ),
-    "up_block_types": (
-        "UpBlockSpatioTemporal",
-        "CrossAttnUpBlockSpatioTemporal",
-        "CrossAttnUpBlockSpatioTemporal",
-    ),
+    **_levels("SpatioTemporal", True, True, False),
     "cross_attention_dim": CROSS,
     "num_attention_heads": (2, 4, 4),
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 3 * 8,
     "num_frames": FRAMES,
 }
-UNET3D_CONFIG = SD1_CONFIG | {
-    "down_block_types": ("CrossAttnDownBlock3D", "CrossAttnDownBlock3D", "DownBlock3D"),
-    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D", "CrossAttnUpBlock3D"),
-    "attention_head_dim": 8,
-}
+UNET3D_CONFIG = SD1_CONFIG | {**_levels("3D", True, True, False), "attention_head_dim": 8}
 
 
 _UNET: Arguments = {

@@ -21,7 +21,8 @@ __all__ = [
     "LATENTS", "from_bria_fibo2", "from_channels_last", "from_flux2", "from_flux3", "from_frames",
     "from_frames_first", "from_hidream", "from_hunyuan_video", "from_ideogram4", "from_ids",
     "from_image", "from_joy_image_plus", "from_krea2", "from_ltx", "from_lumina2", "from_nucleus",
-    "from_qwen", "from_qwen21", "from_video", "from_z_image", "reads",
+    "from_qwen", "from_qwen21", "from_video", "from_z_image", "layout_on",
+    "reads",
 ]  # fmt: skip
 
 Reader = Callable[[Any, Given], Layout]
@@ -57,10 +58,9 @@ _VIDEO = "in_channels frames height width"
 _PACKED = "tokens in_channels"
 
 
-def _one(size: tuple[int, int], grid: Grid, padding: int = 0) -> Layout:
-    """The layout of an image or a video, and tokens after it that are on no grid."""
-    more = (LayoutPart(padding),) if padding else ()
-    return Layout(size, grid, (LayoutPart.on(grid), *more))
+def layout_on(size: tuple[int, int], grid: Grid, *more: LayoutPart) -> Layout:
+    """The layout of an image or a video, and of what comes after it, if that has tokens."""
+    return Layout(size, grid, (LayoutPart.on(grid), *[part for part in more if part.tokens]))
 
 
 def _patches(module: Any, frames: int, h: int, w: int) -> Layout:
@@ -70,7 +70,7 @@ def _patches(module: Any, frames: int, h: int, w: int) -> Layout:
     sides = (patch,) if isinstance(patch, int) else patch
     long = config.get("patch_size_t") or config.get("temporal_patch_size")
     long, side = long or (sides[0] if len(sides) == 3 else 1), sides[-1]
-    return _one((h, w), (frames // long, h // side, w // side))
+    return layout_on((h, w), (frames // long, h // side, w // side))
 
 
 @reads(_IMAGE)
@@ -102,7 +102,7 @@ def from_channels_last(module: Any, given: Given) -> Layout:
 def from_frames(module: Any, given: Given) -> Layout:
     """Blocks work on each frame by itself, folded into the batch."""
     layout = from_video(module, given)
-    return _one(layout.size, (1, *layout.grid[1:]))
+    return layout_on(layout.size, (1, *layout.grid[1:]))
 
 
 @reads(_VIDEO, frames=True)
@@ -120,7 +120,7 @@ def from_hunyuan_video(module: Any, given: Given) -> Layout:
 def from_ltx(module: Any, given: Given) -> Layout:
     """Tokens are packed; the grid is given. Tokens of conditions come before the video's."""
     t, h, w = (int(given[name]) for name in ("num_frames", "height", "width"))
-    layout = _one((h, w), (t, h, w))
+    layout = layout_on((h, w), (t, h, w))
     before = given["hidden_states"].shape[1] - layout.tokens
     return replace(layout, parts=(LayoutPart(before), *layout.parts)) if before > 0 else layout
 
@@ -145,7 +145,8 @@ def from_z_image(module: Any, given: Given) -> Layout:
         return _nothing(latents[0])
     ((frames, h, w),) = shapes
     grid = (frames, h // side, w // side)
-    return _one((h, w), grid, -(grid[0] * grid[1] * grid[2]) % _SEQUENCE_MULTIPLE)
+    padding = -(grid[0] * grid[1] * grid[2]) % _SEQUENCE_MULTIPLE
+    return layout_on((h, w), grid, LayoutPart(padding))
 
 
 def _nothing(latent: Any) -> Layout:
@@ -161,7 +162,9 @@ def from_hidream(module: Any, given: Given) -> Layout:
     """Images that are not square are padded to the longest sequence that the model knows."""
     layout = from_image(module, given)
     _, h, w = layout.grid
-    return layout if h == w else _one(layout.size, layout.grid, module.max_seq - h * w)
+    if h == w:
+        return layout
+    return layout_on(layout.size, layout.grid, LayoutPart(module.max_seq - h * w))
 
 
 @reads(_IMAGE, references=True)

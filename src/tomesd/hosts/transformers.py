@@ -77,7 +77,7 @@ class Blocks:
         """A block, or a layer in it, with their roles.
 
         Args:
-            first, last: whether the block is that of its run on merged tokens.
+            first, last: whether it is the first or the last in its run on merged tokens.
         """
         tokens = self.tokens(block)
         if settings.whole_blocks:
@@ -157,12 +157,8 @@ class Transformer:
             for block in run:
                 yield from part.sites(block, settings, block is run[0], block is run[-1])
         names, paths = tuple(parameters(model)), tuple(part.path for part in self.lists)
-        yield (
-            model,
-            TransformerRoot(
-                names, self.time, self.layout, self.between, paths, len(chosen), self.coarse
-            ),
-        )
+        kept = (self.time, self.layout, self.between, paths, len(chosen), self.coarse)
+        yield model, TransformerRoot(names, *kept)
 
 
 def _within(depth: tuple[float, float] | None, blocks: int) -> range:

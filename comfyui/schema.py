@@ -1,116 +1,74 @@
-"""The nodes, as versions of ComfyUI with `comfy_entrypoint` want them."""
+"""The nodes, as versions of ComfyUI with `comfy_entrypoint` want them: made of the classic ones."""
 
 from typing import Any
 
-from comfy_api.latest import ComfyExtension, io, ui
+from comfy_api.latest import ComfyExtension, io
 
-from . import classic
-from .merging import describe, merge_tokens
-from .options import INPUTS, MORE_INPUTS, SETTINGS, fingerprint, load, options, settings_files
+from .classic import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 
-__all__ = ["comfy_entrypoint"]
+__all__ = ["NODES", "comfy_entrypoint"]
 
-_WIDGETS: dict[str, Any] = {"FLOAT": io.Float.Input, "INT": io.Int.Input}
+_WIDGETS: dict[str, Any] = {"FLOAT": io.Float, "INT": io.Int}
 
 
-def _widgets(inputs: dict[str, Any], optional: bool = True) -> list[Any]:
-    """The inputs in the form that the schema of a node wants."""
+def _inputs(node: Any) -> list[Any]:
+    places = node.INPUT_TYPES()
     return [
-        io.Combo.Input(name, options=kind, optional=optional, **about)
-        if isinstance(kind, list)
-        else _WIDGETS[kind](name, optional=optional, **about)
-        for name, (kind, about) in inputs.items()
+        _input(name, *kind, optional=place == "optional")
+        for place in ("required", "optional")
+        for name, kind in places.get(place, {}).items()
     ]
 
 
-class TokenMerging(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TomesdTokenMerging",
-            display_name="Token Merging",
-            category=classic.CATEGORY,
-            description=classic.TokenMerging.DESCRIPTION,
-            inputs=[
-                io.Model.Input("model"),
-                *_widgets(INPUTS),
-                io.Custom(SETTINGS).Input("settings", optional=True),
-            ],
-            outputs=[io.Model.Output()],
-        )
-
-    @classmethod
-    def execute(cls, model: Any, preset: str = "none", **given: Any) -> io.NodeOutput:
-        return io.NodeOutput(merge_tokens(model, options(**given), preset))
+def _input(name: str, kind: Any, about: dict[str, Any] | None = None, **more: Any) -> Any:
+    more |= about or {}
+    if isinstance(kind, list):
+        return io.Combo.Input(name, options=kind, **more)
+    return (_WIDGETS.get(kind) or io.Custom(kind)).Input(name, **more)
 
 
-class MoreOptions(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TomesdMoreOptions",
-            display_name="Token Merging: more options",
-            category=classic.CATEGORY,
-            description=classic.MoreOptions.DESCRIPTION,
-            inputs=[
-                *_widgets(MORE_INPUTS),
-                io.Custom(SETTINGS).Input("settings", optional=True),
-                io.Mask.Input("mask", optional=True, tooltip=classic.MASK),
-            ],
-            outputs=[io.Custom(SETTINGS).Output("made", display_name="settings")],
-        )
-
-    @classmethod
-    def execute(cls, **given: Any) -> io.NodeOutput:
-        return io.NodeOutput(options(**given))
+def _outputs(node: Any) -> list[Any]:
+    names = getattr(node, "RETURN_NAMES", (None,))
+    return [
+        io.Custom(kind).Output(display_name=name)
+        for kind, name in zip(node.RETURN_TYPES, names, strict=True)
+    ]
 
 
-class Describe(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TomesdDescribe",
-            display_name="Token Merging: describe",
-            category=classic.CATEGORY,
-            description=classic.Describe.DESCRIPTION,
-            inputs=[
-                io.Model.Input("model"),
-                *_widgets(classic.SIZES, optional=False),
-            ],
-            outputs=[io.String.Output(display_name="text")],
-            is_output_node=True,
-        )
+def _node(name: str, node: Any) -> type[io.ComfyNode]:
+    """The new form of a classic node."""
 
-    @classmethod
-    def execute(cls, **given: Any) -> io.NodeOutput:
-        text = describe(**given)
-        return io.NodeOutput(text, ui=ui.PreviewText(text))
+    class Node(io.ComfyNode):
+        @classmethod
+        def define_schema(cls) -> io.Schema:
+            return io.Schema(
+                node_id=name,
+                display_name=NODE_DISPLAY_NAME_MAPPINGS[name],
+                category=node.CATEGORY,
+                description=node.DESCRIPTION,
+                inputs=_inputs(node),
+                outputs=_outputs(node),
+                is_output_node=getattr(node, "OUTPUT_NODE", False),
+            )
+
+        @classmethod
+        def execute(cls, **given: Any) -> io.NodeOutput:
+            made = getattr(node(), node.FUNCTION)(**given)
+            if isinstance(made, dict):
+                return io.NodeOutput(*made["result"], ui=made["ui"])
+            return io.NodeOutput(*made)
+
+    if hasattr(node, "IS_CHANGED"):
+        Node.fingerprint_inputs = node.IS_CHANGED
+    return Node
 
 
-class SettingsFromFile(io.ComfyNode):
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TomesdSettingsFromFile",
-            display_name="Token Merging: settings from file",
-            category=classic.CATEGORY,
-            description=classic.SettingsFromFile.DESCRIPTION,
-            inputs=[io.Combo.Input("file", options=settings_files())],
-            outputs=[io.Custom(SETTINGS).Output(display_name="settings")],
-        )
-
-    @classmethod
-    def fingerprint_inputs(cls, file: str) -> str:
-        return fingerprint(file)
-
-    @classmethod
-    def execute(cls, file: str) -> io.NodeOutput:
-        return io.NodeOutput(load(file))
+NODES = {name: _node(name, node) for name, node in NODE_CLASS_MAPPINGS.items()}
 
 
 class TokenMergingExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TokenMerging, MoreOptions, Describe, SettingsFromFile]
+        return list(NODES.values())
 
 
 async def comfy_entrypoint() -> TokenMergingExtension:

@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_dit import DITS, UNIT_TIME, Dit
+from zoo_dit import DITS, ROWS, Dit, largest_time
 
 import tomesd
-from tomesd.hosts.table import TRANSFORMERS
 from tomesd.schedule import Timeline
 
 # The zoo's models are far too small to gain anything, its times are those of late steps, and what
 # one call is matched by is to be seen from that call alone.
 ALWAYS: dict[str, Any] = {"when": "always", "end": 1.0, "metric": "input"}
-ROWS = {row.name: row for row in TRANSFORMERS}
 SUPPORTED = {
     name: dit for name, dit in DITS.items() if dit.kind in ROWS and not ROWS[dit.kind].reason
 }
@@ -129,8 +127,9 @@ def at_noise(dit: Dit, inputs: dict[str, Any], noise: float) -> dict[str, Any]:
     """The inputs at a time at which the share `noise` of the way from noise is still to go."""
     timeline = ROWS[dit.kind].timeline
     name = next(name for name in ("timestep", "timesteps", "t") if name in inputs)
-    most = 1.0 if dit.kind in UNIT_TIME else 1000.0
-    time = most * (1 - noise if isinstance(timeline, Timeline) and timeline.rises else noise)
+    time = largest_time(dit.kind) * (
+        1 - noise if isinstance(timeline, Timeline) and timeline.rises else noise
+    )
     given = inputs[name] > 0  # frames that are given keep their time, 0
     return inputs | {name: torch.where(given, torch.full_like(inputs[name], time), 0)}
 

@@ -11,22 +11,16 @@ import torch
 from bound import apply_bound
 from dit_settings import Setting
 from zoo_diffusers import PIXART_CONFIG
-from zoo_dit import DITS, FLUX_POOLED, HUNYUAN_VIDEO, LTX, QWEN, SD3, WAN, ZIMAGE
+from zoo_dit import DITS
 
 import tomesd
 from tomesd.bench.models import shared_copy
 from tomesd.bench.rows import Row, read_rows
 
 TINY: dict[str, dict[str, Any]] = {
-    "FluxTransformer2DModel": {**FLUX_POOLED, "guidance_embeds": True},
-    "HunyuanVideoTransformer3DModel": HUNYUAN_VIDEO,
-    "LTXVideoTransformer3DModel": LTX,
-    "PixArtTransformer2DModel": PIXART_CONFIG,
-    "QwenImageTransformer2DModel": QWEN,
-    "SD3Transformer2DModel": SD3,
-    "WanTransformer3DModel": WAN,
-    "ZImageTransformer2DModel": ZIMAGE,
-}
+    DITS[name].kind: DITS[name].config
+    for name in ("flux", "hunyuan_video", "ltx", "qwen", "sd3", "wan", "zimage")
+} | {"PixArtTransformer2DModel": PIXART_CONFIG}
 
 
 def tiny(setting: Setting) -> Setting:

@@ -39,7 +39,7 @@ from zoo_diffusers import (
     pipeline_inputs,
     run_pipeline,
 )
-from zoo_dit import UNIT_TIME, Dit, alone, seeded
+from zoo_dit import Dit, alone, largest_time, seeded
 from zoo_ldm import HOSTS as LDM_HOSTS
 
 import tomesd
@@ -141,7 +141,7 @@ def coarse_by_hand(dit: Dit, model: Any, inputs: dict[str, Any]) -> Tensor:
     """What a model that is not patched says about the coarser image, for the whole one."""
     name = latent_name(inputs)
     time = next(name for name in ("timestep", "t") if name in inputs)
-    most = 1 if dit.kind in UNIT_TIME else 1000
+    most = largest_time(dit.kind)
     side = 1 if "LTX" in dit.kind or "HunyuanImage" in dit.kind else 2
     h, w = (pixels // side for pixels in dit.size)
 
@@ -491,7 +491,7 @@ def _knowing_class(cls: Any, sign: float) -> Any:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = names.bind(self, *args, **kwargs).arguments
-        time = given["t" if "t" in given else "timestep"] / (1 if kind in UNIT_TIME else 1000)
+        time = given["t" if "t" in given else "timestep"] / largest_time(kind)
         t = float(1 - time[0] if kind in RISING else time[0])
         latent = given[latent_name(given)]
         if isinstance(latent, list):
@@ -736,7 +736,7 @@ def test_unets_that_cannot_say_so() -> None:
         with pytest.raises(ValueError, match=r"coarse=0\.3: means nothing on a"):
             tomesd.apply_patch(UNET_HOSTS[name].build(), coarse=0.3)
     with pytest.raises(ValueError, match=r"coarse=0\.3: means nothing on a UNetModel"):
-        tomesd.apply_patch(LDM_HOSTS[0].build(), coarse=0.3)
+        tomesd.apply_patch(LDM_HOSTS["ldm-sd1"].build(), coarse=0.3)
 
 
 # What is told

@@ -377,8 +377,9 @@ def test_both_forms_have_the_same_inputs(nodes: dict[str, Any]) -> None:
     pack = comfy_app.pack()
     assert pack.__all__ == ["comfy_entrypoint"]  # NODE_CLASS_MAPPINGS would win over it
     schema, classic = (sys.modules[f"token_merging_nodes.{name}"] for name in ("schema", "classic"))
-    for name in ("TokenMerging", "MoreOptions", "Describe", "SettingsFromFile"):
-        new, old = getattr(schema, name), getattr(classic, name)
+    assert len(schema.NODES) == 4
+    for name, new in schema.NODES.items():
+        old = classic.NODE_CLASS_MAPPINGS[name]
         inputs = [
             {
                 place: {
@@ -393,8 +394,8 @@ def test_both_forms_have_the_same_inputs(nodes: dict[str, Any]) -> None:
         assert inputs[0] == inputs[1]
         assert list(inputs[0].get("optional", {})) == list(inputs[1].get("optional", {}))
         assert list(new.RETURN_TYPES) == list(old.RETURN_TYPES)
-        ours = classic.NODE_DISPLAY_NAME_MAPPINGS[new.GET_SCHEMA().node_id]
-        assert new.GET_SCHEMA().display_name == ours
+        assert new.GET_SCHEMA().node_id == name
+        assert new.GET_SCHEMA().display_name == classic.NODE_DISPLAY_NAME_MAPPINGS[name]
 
 
 def test_options_from_inputs(nodes: dict[str, Any]) -> None:

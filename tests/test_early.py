@@ -23,7 +23,6 @@ import tomesd
 from tomesd.regions import Norm
 
 SIDE, CHANNELS, HEADS, BATCH = 16, 32, 8, 2
-LDM_HOSTS = {host.name: host for host in zoo_ldm.HOSTS}
 
 
 class Peak(TorchDispatchMode):
@@ -164,7 +163,7 @@ def test_results_are_the_same(name: str, options: dict, given: list[int]) -> Non
 
 @pytest.mark.parametrize("name", ["ldm-sd1", "ldm-sd2", "ldm-no-self-attention", "ldm-block"])
 def test_results_are_the_same_in_ldm(name: str, given: list[int]) -> None:
-    host = LDM_HOSTS[name]
+    host = zoo_ldm.HOSTS[name]
     model = tomesd.apply_patch(host.build(), 0.5)
     early = host.run(model)
     assert min(given) == SIDE**2 // 2

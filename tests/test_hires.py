@@ -6,10 +6,10 @@ from typing import Any
 
 import diffusers
 import numpy as np
-import pipelines_dit
 import pytest
 import torch
 from PIL import Image
+from pipelines_dit import PIPELINES
 from zoo_diffusers import make_sd_pipeline, make_sdxl_pipeline
 
 import tomesd
@@ -85,7 +85,7 @@ def test_the_transformer_enlarges_what_it_drew() -> None:
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "qwen", "zimage", "chroma"])
 def test_transformers_of_diffusers_have_their_form(name: str) -> None:
-    pipe, arguments = getattr(pipelines_dit, name)()
+    pipe, arguments = PIPELINES[name]()
     tomesd.apply_patch(pipe)
     form = image_to_image(pipe)
     assert "Img2Img" in type(form).__name__
@@ -104,7 +104,7 @@ def test_what_cannot_be_done_is_said_first() -> None:
     with pytest.raises(ValueError, match=r"strength=0: must be more than 0"):
         hires(pipe, "a cat", strength=0)
     with pytest.raises(ValueError, match=r"Lumina2Pipeline has no image-to-image form"):
-        hires(pipelines_dit.lumina2()[0], "a cat", **OPTIONS)
+        hires(PIPELINES["lumina2"]()[0], "a cat", **OPTIONS)
 
 
 def test_the_command_makes_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every diffusers model family, on the real code: exact without merging, right with it."""
+"""What is special about model families of diffusers, on the real code; see also `test_hosts`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from zoo_diffusers import HOSTS, Host, call, make_unet, module_state, noise, seeded, tokens_into
+from zoo_diffusers import (
+    HOSTS,
+    Host,
+    call,
+    expected_tokens,
+    make_unet,
+    module_state,
+    noise,
+    seeded,
+    spatial_tokens,
+    tokens_into,
+)
 
 import tomesd
 
@@ -40,85 +51,6 @@ def fresh(name: str) -> tuple[Host, Any]:
     return HOSTS[name], copy.deepcopy(_built(name))
 
 
-def is_temporal(name: str) -> bool:
-    """Whether a module of a video model looks along the frames."""
-    return any(part in name for part in ("motion_modules", "temp", "transformer_in"))
-
-
-def spatial_tokens(seen: dict[str, tuple]) -> dict[str, int]:
-    """Tokens of an image or frame; a block's `fuser` (GLIGEN) is a layer of its own kind."""
-    names = [name for name in seen if not is_temporal(name) and ".fuser." not in name]
-    return {name: seen[name][1] for name in names}
-
-
-def expected_tokens(full: dict[str, int], levels: int, ratio: float) -> dict[str, int]:
-    """Tokens left when the `levels` largest grids of a model merge and the others do not."""
-    merging = sorted(set(full.values()), reverse=True)[:levels]
-    return {name: n - int(n * ratio) if n in merging else n for name, n in full.items()}
-
-
-@MANY
-def test_ratio_zero_is_bit_identical(name: str) -> None:
-    host, model = fresh(name)
-    plain = host.run(model)
-    tomesd.apply_patch(model, ratio=0, max_downsample=8, **EVERYTHING)
-    assert torch.equal(host.run(model), plain)
-    assert torch.equal(host.run(model, keyword=True), plain)
-
-
-@MANY
-@pytest.mark.filterwarnings("error::tomesd.MergeWarning")
-def test_merging_changes_the_output_and_nothing_else(name: str) -> None:
-    host, model = fresh(name)
-    plain = host.run(model)
-    assert tomesd.apply_patch(model, ratio=0.5) is model
-    torch.manual_seed(1)
-    state = torch.random.get_rng_state()
-    merged = host.run(model)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert merged.shape == plain.shape and merged.isfinite().all()
-    assert (merged - plain).abs().max() > 1e-3
-    torch.manual_seed(2)
-    assert torch.equal(host.run(model), merged)
-    assert torch.equal(host.run(model, keyword=True), merged)
-
-
-@MANY
-def test_remove_patch_restores_bits_classes_and_attributes(name: str) -> None:
-    host, model = fresh(name)
-    before, plain = module_state(model), host.run(model)
-    tomesd.apply_patch(model, 0.5, 8, **EVERYTHING)
-    swapped = {n: type(m) for n, m in model.named_modules() if type(m) is not before[n][0]}
-    assert any(n.endswith("attn1") or "transformer_blocks" in n for n in swapped)
-    for n, cls in swapped.items():
-        original = before[n][0]
-        assert issubclass(cls, original)
-        assert (cls.__module__, cls.__qualname__) == (original.__module__, original.__qualname__)
-        assert cls.__name__ == original.__name__
-    assert not torch.equal(host.run(model), plain)
-    tomesd.apply_patch(model, 0.25)  # a second patch replaces the first, so one removal is enough
-    host.run(model)
-    assert tomesd.remove_patch(model) is model
-    assert module_state(model) == before
-    assert torch.equal(host.run(model), plain)
-
-
-@MANY
-def test_exactly_the_chosen_levels_lose_exactly_the_chosen_share(name: str) -> None:
-    host, model = fresh(name)
-
-    def tokens() -> dict[str, int]:
-        with tokens_into(model) as seen:
-            host.run(model, batch=1)
-        return spatial_tokens(seen)
-
-    full = tokens()
-    assert max(full.values()) == (16 // host.finest) ** 2  # the registry states it rightly
-    for levels, ratio in [(1, 0.5), (1, 0.25), (2, 0.5), (2, 0.75)]:
-        tomesd.apply_patch(model, ratio, None if levels == 1 else 2 * host.finest)
-        assert tokens() == expected_tokens(full, levels, ratio)
-
-
 @pytest.mark.parametrize("name", ["sd1", "upscaler", "dit", "pixart", "animatediff_sdxl"])
 def test_describe_tells_what_attention_sees(name: str) -> None:
     host, model = fresh(name)
@@ -132,25 +64,6 @@ def test_describe_tells_what_attention_sees(name: str) -> None:
     pairs = [(full[n], left[n]) for n in full]
     assert told == sorted((*pair, pairs.count(pair)) for pair in set(pairs))
     assert 0 < part.saved < 1
-
-
-@MANY
-def test_each_option_merges_its_own_layer(name: str) -> None:
-    host, model = fresh(name)
-    options = {"merge_attn": "attn1.to_q", "merge_crossattn": "attn2.to_q", "merge_mlp": "ff.net.0"}
-
-    def tokens() -> dict[str, int]:
-        with tokens_into(model, *options.values()) as seen:
-            host.run(model, batch=1)
-        return spatial_tokens(seen)
-
-    full = tokens()
-    for chosen, layer in options.items():
-        tomesd.apply_patch(
-            model, 0.5, **{option: option == chosen for option in options}, when="always"
-        )
-        merged = expected_tokens(full, 1, 0.5)
-        assert tokens() == {n: merged[n] if n.endswith(layer) else full[n] for n in full}
 
 
 @pytest.mark.parametrize(("name", "size"), ODD_SIZES)

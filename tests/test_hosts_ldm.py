@@ -1,4 +1,7 @@
-"""The ldm family: real ldm and ComfyUI, and the block shapes of CompVis v1, sgm and Forge."""
+"""What is special about the ldm family; see also `test_hosts`.
+
+Real ldm and ComfyUI, and the block shapes of CompVis v1, sgm and Forge.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,12 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*autocast.*deprecated"),  # ldm's checkpoint
 ]
 
-every_host = pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
-unets = pytest.mark.parametrize(
-    "host",
-    [host for host in HOSTS if not host.name.endswith(("-stack", "-block"))],
-    ids=lambda host: host.name,
-)
 # With each host's own checkpoint function; sgm's is torch's, which comes in two kinds.
 CHECKPOINTED = [(name, False) for name in ("ldm-sd1", "ldm-sd2", "compvis", "ldm-block")]
 CHECKPOINTED += [(name, reentrant) for name in ("sgm", "sgm-xl") for reentrant in (False, True)]
@@ -50,101 +47,7 @@ def token_counts(model: nn.Module) -> Iterator[list[int]]:
             handle.remove()
 
 
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    return {name: (type(m), set(m.__dict__)) for name, m in model.named_modules()}
-
-
-@every_host
-@torch.no_grad()
-def test_ratio_zero_changes_no_bit(host: Host) -> None:
-    model = host.build()
-    before = host.run(model)
-    tomesd.apply_patch(model, ratio=0, merge_crossattn=True, merge_mlp=True)
-    assert torch.equal(host.run(model), before)
-
-
-@every_host
-@torch.no_grad()
-def test_merges_half_of_the_finest_tokens_and_no_others(host: Host) -> None:
-    model = host.build()
-    with token_counts(model) as full:
-        before = host.run(model)
-    tomesd.apply_patch(model, ratio=0.5)
-    with token_counts(model) as merged:
-        after = host.run(model)
-    finest = (16 // host.finest) ** 2
-    assert finest in full
-    assert merged == [n - int(n * 0.5) if n == finest else n for n in full]
-    assert (after - before).abs().max() > 0.01
-    assert after.isfinite().all()
-
-
-@unets
-@torch.no_grad()
-def test_max_downsample_reaches_further_levels(host: Host) -> None:
-    model = host.build()
-    with token_counts(model) as full:
-        host.run(model, height=24)
-    tomesd.apply_patch(model, ratio=0.25, max_downsample=2 * host.finest)
-    with token_counts(model) as merged:
-        host.run(model, height=24)
-    least = 24 * 16 // (2 * host.finest) ** 2
-    assert len(set(full)) > 1
-    assert merged == [n - int(n * 0.25) if n >= least else n for n in full]
-
-
-@every_host
-@torch.no_grad()
-def test_keyword_call_equals_positional_call(host: Host) -> None:
-    model = tomesd.apply_patch(host.build(), ratio=0.5, merge_crossattn=True, merge_mlp=True)
-    assert torch.equal(host.run(model), host.run(model, keyword=True))
-
-
-@every_host
-@torch.no_grad()
-def test_every_layer_kind_merges(host: Host) -> None:
-    model = host.build()
-    outputs = [host.run(model)]
-    for kind in ("merge_attn", "merge_crossattn", "merge_mlp"):
-        options = {"merge_attn": False, "when": "always", kind: True}
-        outputs.append(host.run(tomesd.apply_patch(model, **options)))
-    for i, one in enumerate(outputs):
-        for other in outputs[:i]:
-            assert (one - other).abs().max() > 0.01
-
-
-@every_host
-@torch.no_grad()
-def test_reproducible_and_leaves_the_global_rng_alone(host: Host) -> None:
-    model = host.build()
-    torch.manual_seed(1)
-    host.run(model)  # a sampler may draw noise itself
-    state = torch.get_rng_state()
-    tomesd.apply_patch(model, ratio=0.5)
-    torch.manual_seed(1)
-    first = host.run(model)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(2)
-    assert torch.equal(host.run(model), first)
-    fresh = tomesd.apply_patch(host.build(), ratio=0.5)
-    assert torch.equal(host.run(fresh), first)
-    assert not torch.equal(host.run(tomesd.apply_patch(model, ratio=0.5, seed=1)), first)
-
-
-@every_host
-@torch.no_grad()
-def test_remove_patch_restores_everything(host: Host) -> None:
-    model = host.build()
-    before, output = snapshot(model), host.run(model)
-    tomesd.apply_patch(model, ratio=0.5, merge_mlp=True)
-    host.run(model)
-    assert snapshot(model) != before
-    assert tomesd.remove_patch(model) is model
-    assert snapshot(model) == before
-    assert torch.equal(host.run(model), output)
-
-
-@every_host
+@pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS)
 @torch.no_grad()
 def test_sizes_can_alternate(host: Host) -> None:
     """The grid is read anew in every call. (A block on its own takes square ones only.)"""
@@ -207,7 +110,7 @@ def two_calls(host: Host, model: nn.Module) -> Tensor:
 def test_checkpointing_gives_the_same_gradients(
     name: str, reentrant: bool, loss: Callable[[Host, nn.Module], Tensor]
 ) -> None:
-    host = next(host for host in HOSTS if host.name == name)
+    host = HOSTS[name]
     models = [host.build(checkpoint=flag) for flag in (False, True)]
     for model in models:
         for module in model.modules():
@@ -224,7 +127,7 @@ def test_checkpointing_gives_the_same_gradients(
 @pytest.mark.parametrize("name", ["ldm-block", "comfy-block"])
 @torch.no_grad()
 def test_block_without_a_grid_warns_once_and_runs_unmerged(name: str) -> None:
-    host = next(host for host in HOSTS if host.name == name)
+    host = HOSTS[name]
     block = host.build()
     before = host.run(block, height=24, width=8)
     tomesd.apply_patch(block, ratio=0.5)
@@ -257,7 +160,7 @@ def test_sgm_arguments_arrive() -> None:
 @torch.no_grad()
 def test_comfy_patches_still_see_every_token() -> None:
     """ComfyUI's own extension points sit around attention; their users expect the full grid."""
-    host = next(host for host in HOSTS if host.name == "comfy-unet")
+    host = HOSTS["comfy-unet"]
     model = host.build()
     seen: list[tuple[int, int, int]] = []
 

@@ -34,7 +34,7 @@ pytestmark = [
 DIFFUSERS = ("sd1", "sdxl", "pixart", "dit", "controlnet")
 LDM = ("ldm-sd1", "sgm", "comfy-unet")
 HOSTS: dict[str, Any] = {name: zoo_diffusers.HOSTS[name] for name in DIFFUSERS}
-HOSTS |= {host.name: host for host in zoo_ldm.HOSTS if host.name in LDM}
+HOSTS |= {name: zoo_ldm.HOSTS[name] for name in LDM}
 
 # (selector, target, metric, proportional): each selector with each target, each metric with each
 # selector, and proportional attention wherever it can be.
@@ -320,16 +320,15 @@ def test_proportional_attention_loses_nothing_where_copies_merge(
 
 def deep(name: str) -> tuple[Any, nn.Module]:
     """A host of the ldm family with two blocks after each other."""
-    by_name = {host.name: host for host in zoo_ldm.HOSTS}
     if name == "deep comfy":
         attention = zoo_ldm.comfy(zoo_ldm.COMFY_ATTENTION)
-        return by_name["comfy-stack"], zoo_ldm.build_stack(attention, depth=2)
+        return zoo_ldm.HOSTS["comfy-stack"], zoo_ldm.build_stack(attention, depth=2)
 
     def arguments(*place: int) -> dict[str, Any]:
         found = zoo_ldm.unet_arguments(*place)
         return found | {"context": [found["context"]] * 2}  # one for each block
 
-    host = dataclasses.replace(by_name["ldm-sd1"], arguments=arguments)
+    host = dataclasses.replace(zoo_ldm.HOSTS["ldm-sd1"], arguments=arguments)
     return host, zoo_ldm.build_ldm(transformer_depth=2, context_dim=[zoo_ldm.CONTEXT_DIM] * 2)
 
 

@@ -331,7 +331,7 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
 
 
 def test_models_that_cannot_reuse_say_so() -> None:
-    model = LDM_HOSTS[0].build()
+    model = LDM_HOSTS["ldm-sd1"].build()
     with pytest.raises(ValueError, match="reuse=2: means nothing on a UNetModel"):
         tomesd.apply_patch(model, reuse=2)
 

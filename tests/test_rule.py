@@ -306,7 +306,7 @@ def test_the_rule_follows_the_processor(fused: type, score_heads: list[int]) -> 
     ("name", "heads"), [("ldm-sd1", 2), ("compvis", 2), ("sgm", 0), ("comfy-unet", 0)]
 )
 def test_the_rule_knows_the_attention_of_ldm(name: str, heads: int, score_heads: list[int]) -> None:
-    host = next(host for host in zoo_ldm.HOSTS if host.name == name)
+    host = zoo_ldm.HOSTS[name]
     host.run(tomesd.apply_patch(host.build(), 0.5))
     assert set(score_heads) == {heads}
 

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import pipelines_dit
 import pytest
 import torch
-from pipelines_dit import STEPS
+from pipelines_dit import PIPELINES, STEPS
 from zoo_diffusers import make_sd_pipeline, make_sdxl_pipeline
 
 from tomesd.generation import Sampling, load_pipeline
@@ -27,7 +26,7 @@ WIDTH, HEIGHT = 64, 96
 )
 @torch.no_grad()
 def test_guidance_and_steps_reach_a_transformer(name: str, argument: str, own: float) -> None:
-    pipe, arguments = getattr(pipelines_dit, name)()
+    pipe, arguments = PIPELINES[name]()
     assert Sampling.of(pipe, (WIDTH, HEIGHT)).guidance == own
     rest = {k: v for k, v in arguments.items() if k not in ("height", "width")}
     del rest["num_inference_steps"]
@@ -49,8 +48,8 @@ def test_guidance_and_steps_reach_a_transformer(name: str, argument: str, own: f
     [
         (make_sd_pipeline, 7.5, (128, 128)),
         (make_sdxl_pipeline, 5.0, (128, 128)),
-        (lambda: pipelines_dit.flux()[0], 3.5, (1024, 1024)),
-        (lambda: pipelines_dit.zimage()[0], 5.0, (1024, 1024)),
+        (lambda: PIPELINES["flux"]()[0], 3.5, (1024, 1024)),
+        (lambda: PIPELINES["zimage"]()[0], 5.0, (1024, 1024)),
         (lambda: load_pipeline("unet"), 5.0, (256, 256)),
         (lambda: load_pipeline("transformer"), 4.0, (256, 256)),
     ],
@@ -61,7 +60,7 @@ def test_what_is_not_given_is_the_models_own(make: Any, guidance: float, size: A
 
 
 def test_what_a_model_cannot_do_is_refused() -> None:
-    for pipe in (pipelines_dit.flux()[0], pipelines_dit.flux2()[0]):
+    for pipe in (PIPELINES["flux"]()[0], PIPELINES["flux2"]()[0]):
         with pytest.raises(ValueError, match=r"negative_prompt='fog': Flux2?Pipeline takes none"):
             Sampling.of(pipe, negative_prompt="fog")
     with pytest.raises(ValueError, match=r"scheduler='ddim': the model has a FlowMatch"):

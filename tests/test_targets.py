@@ -66,7 +66,7 @@ def test_checkpointing_gives_the_same_gradients(library: str, options: dict[str,
             tomesd.apply_patch(model, 0.5, **options)
             output = call(model, SDXL.inputs(16, 16, 2, 0, 500))
         else:
-            host = next(host for host in zoo_ldm.HOSTS if host.name == "ldm-sd1")
+            host = zoo_ldm.HOSTS["ldm-sd1"]
             model = tomesd.apply_patch(host.build(checkpoint=checkpoint).train(), 0.5, **options)
             output = host.run(model)
         found.append(gradients(model, output))
@@ -159,7 +159,7 @@ def test_masks_for_tokens_leave_whole_blocks_alone() -> None:
 @pytest.mark.parametrize("target", ["kv", "attn"])
 def test_additional_tokens_are_attended_to(target: str) -> None:
     """They are keys as well: with kv there is no place for them, and no size for proportion."""
-    host = next(host for host in zoo_ldm.HOSTS if host.name == "sgm")
+    host = zoo_ldm.HOSTS["sgm"]
 
     def with_more(model: Any) -> torch.Tensor:
         more = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pipelines_dit
 import pytest
 from PIL import Image, ImageChops
+from pipelines_dit import PIPELINES
 from rich.console import Console
 from zoo_diffusers import make_sd_pipeline
 
@@ -173,7 +173,7 @@ def test_a_stopped_job_leaves_the_model_unpatched(tmp_path: Path) -> None:
 
 
 def test_presets_are_those_of_the_kind_of_model(tmp_path: Path) -> None:
-    pipes = {"unet": make_sd_pipeline, "transformer": lambda: pipelines_dit.flux()[0]}
+    pipes = {"unet": make_sd_pipeline, "transformer": lambda: PIPELINES["flux"]()[0]}
     studio = Studio(lambda name: pipes[name](), tmp_path)
     inputs = Inputs({"model": "model"}, {name: name for name in OPTIONS})
     events = Events(studio, inputs, SimpleNamespace(status="status"), {})

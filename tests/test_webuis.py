@@ -10,11 +10,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import diffusers
-import pipelines_dit
 import pytest
 import torch
 import zoo_ldm
 from ldm.modules import attention as ldm_attention
+from pipelines_dit import PIPELINES, run
 from torch import Tensor, nn
 from zoo_diffusers import make_sd_pipeline, module_state, run_pipeline, tokens_into
 
@@ -160,10 +160,10 @@ def test_pipelines_are_patched_again_and_shared() -> None:
 
 
 def test_the_same_call_merges_flux() -> None:
-    pipe, arguments = pipelines_dit.flux()
-    plain = pipelines_dit.run(pipe, arguments)
+    pipe, arguments = PIPELINES["flux"]()
+    plain = run(pipe, arguments)
     tomesd.apply_patch(pipe, ratio=0.5, **CALL)
-    assert (pipelines_dit.run(pipe, arguments) - plain).std() > 0.01 * plain.std()
+    assert (run(pipe, arguments) - plain).std() > 0.01 * plain.std()
 
 
 # The extension in docs/webuis.md

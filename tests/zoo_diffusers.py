@@ -22,14 +22,42 @@ FRAMES = 3  # frames of every video input
 
 
 @dataclass(frozen=True)
+class Case:
+    """One call of a model: the size of the latent, and what its noise depends on."""
+
+    height: int
+    width: int
+    batch: int
+    seed: int
+    timestep: int
+
+    def noise(self, *shape: int, salt: int = 0) -> torch.Tensor:
+        """Standard normal [B, ...]."""
+        return noise(self.batch, *shape, seed=self.seed, salt=salt)
+
+    def each(self, values: list[Any]) -> torch.Tensor:
+        """The same values for every item, [B, ...]."""
+        return torch.tensor([values] * self.batch)
+
+
+Arguments = dict[str, Callable[[Case], Any]]
+
+
+@dataclass(frozen=True)
 class Host:
     """One model family: how to build it, what to feed it, how to call it."""
 
     name: str
     build: Callable[[], nn.Module]
-    inputs: Callable[..., dict[str, Any]]  # (height, width, batch, seed, timestep) -> arguments
+    arguments: Arguments  # in order
     finest: int  # smallest down-sampling (latent side / token grid side) with attention
     leading: int = 3  # how many of the arguments a pipeline passes by position
+
+    def inputs(
+        self, height: int, width: int, batch: int, seed: int, timestep: int
+    ) -> dict[str, Any]:
+        case = Case(height, width, batch, seed, timestep)
+        return {name: make(case) for name, make in self.arguments.items()}
 
     def run(
         self,
@@ -84,34 +112,44 @@ def seeded(make: Callable[..., nn.Module], *args: Any, seed: int = 0, **kwargs: 
     return module.eval().requires_grad_(False)
 
 
+def _levels(kind: str, *attention: bool) -> dict[str, tuple[str, ...]]:
+    """The types of blocks, and which levels have attention, the finest first."""
+    names = ["CrossAttn" * has for has in attention]
+    return {
+        "down_block_types": tuple(f"{name}DownBlock{kind}" for name in names),
+        "up_block_types": tuple(f"{name}UpBlock{kind}" for name in reversed(names)),
+    }
+
+
 SD1_CONFIG: dict[str, Any] = {
     "sample_size": 16,
     "in_channels": 4,
     "out_channels": 4,
     "layers_per_block": 1,
     "block_out_channels": (32, 64, 64),
-    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    **_levels("2D", True, True, False),
     "cross_attention_dim": CROSS,
     "attention_head_dim": 4,
     "norm_num_groups": 8,
 }
 SD2_CONFIG = SD1_CONFIG | {"attention_head_dim": (2, 4, 4), "use_linear_projection": True}
 # Twice one projected text embedding for the pooled text, six numbers of 8 channels each.
-SDXL_CONFIG = SD2_CONFIG | {
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": (1, 2, 3),
+_TEXT_TIME = {
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": CROSS + 6 * 8,
 }
+SDXL_CONFIG = (
+    SD2_CONFIG
+    | _levels("2D", False, True, True)
+    | _TEXT_TIME
+    | {"transformer_layers_per_block": (1, 2, 3)}
+)
 INPAINT_CONFIG = SD1_CONFIG | {"in_channels": 9}
 # As released: the first attention sees the text only, except at the coarsest level.
 UPSCALER_CONFIG = SD2_CONFIG | {
     "in_channels": 7,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    **_levels("2D", False, True, True),
     "only_cross_attention": (True, True, False),
     "num_class_embeds": 1000,
 }
@@ -130,148 +168,82 @@ PIXART_CONFIG = DIT_CONFIG | {
     "caption_channels": CROSS,
 }
 MOTION_CONFIG = SD1_CONFIG | {
-    "down_block_types": (
-        "CrossAttnDownBlockMotion",
-        "CrossAttnDownBlockMotion",
-        "DownBlockMotion",
-    ),
-    "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion", "CrossAttnUpBlockMotion"),
+    **_levels("Motion", True, True, False),
     "num_attention_heads": 4,
     "motion_num_attention_heads": 4,
     "motion_max_seq_length": 8,
 }
 MOTION_CONFIG.pop("attention_head_dim")
 # Temporal attention at every level, spatial attention from the second level on.
-MOTION_SDXL_CONFIG = MOTION_CONFIG | {
-    "down_block_types": (
-        "DownBlockMotion",
-        "CrossAttnDownBlockMotion",
-        "CrossAttnDownBlockMotion",
-    ),
-    "up_block_types": ("CrossAttnUpBlockMotion", "CrossAttnUpBlockMotion", "UpBlockMotion"),
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": CROSS + 6 * 8,
-}
+MOTION_SDXL_CONFIG = (
+    MOTION_CONFIG
+    | _levels("Motion", False, True, True)
+    | _TEXT_TIME
+    | {"use_linear_projection": True}
+)
 SVD_CONFIG: dict[str, Any] = {
     "sample_size": 16,
     "in_channels": 8,
     "out_channels": 4,
     "layers_per_block": 1,
     "block_out_channels": (32, 64, 64),
-    "down_block_types": (
-        "CrossAttnDownBlockSpatioTemporal",
-        "CrossAttnDownBlockSpatioTemporal",
-        "DownBlockSpatioTemporal",
-    ),
-    "up_block_types": (
-        "UpBlockSpatioTemporal",
-        "CrossAttnUpBlockSpatioTemporal",
-        "CrossAttnUpBlockSpatioTemporal",
-    ),
+    **_levels("SpatioTemporal", True, True, False),
     "cross_attention_dim": CROSS,
     "num_attention_heads": (2, 4, 4),
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 3 * 8,
     "num_frames": FRAMES,
 }
-UNET3D_CONFIG = SD1_CONFIG | {
-    "down_block_types": ("CrossAttnDownBlock3D", "CrossAttnDownBlock3D", "DownBlock3D"),
-    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D", "CrossAttnUpBlock3D"),
-    "attention_head_dim": 8,
+UNET3D_CONFIG = SD1_CONFIG | {**_levels("3D", True, True, False), "attention_head_dim": 8}
+
+
+_UNET: Arguments = {
+    "sample": lambda c: c.noise(4, c.height, c.width),
+    "timestep": lambda c: torch.tensor(c.timestep),
+    "encoder_hidden_states": lambda c: c.noise(TEXT, CROSS, salt=1),
 }
-
-
-def _unet_inputs(channels: int) -> Callable[..., dict[str, Any]]:
-    def inputs(height: int, width: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-        return {
-            "sample": noise(batch, channels, height, width, seed=seed),
-            "timestep": torch.tensor(timestep),
-            "encoder_hidden_states": noise(batch, TEXT, CROSS, seed=seed, salt=1),
+_SIZES = [128.0, 128.0, 0.0, 0.0, 128.0, 128.0]
+_XL: Arguments = {
+    "added_cond_kwargs": lambda c: {
+        "text_embeds": c.noise(CROSS, salt=2),
+        "time_ids": c.each(_SIZES),
+    }
+}
+_INPAINT = _UNET | {"sample": lambda c: c.noise(9, c.height, c.width)}
+_UPSCALER = _UNET | {
+    "sample": lambda c: c.noise(7, c.height, c.width),
+    "class_labels": lambda c: torch.full((c.batch,), 20),
+}
+_GLIGEN = _UNET | {
+    "cross_attention_kwargs": lambda c: {
+        "gligen": {
+            "boxes": c.each([[0.1, 0.1, 0.6, 0.7], [0.3, 0.2, 0.9, 0.9]]),
+            "positive_embeddings": c.noise(2, CROSS, salt=3),
+            "masks": torch.ones(c.batch, 2),
         }
-
-    return inputs
-
-
-def _text_time(batch: int, seed: int) -> dict[str, torch.Tensor]:
-    ids = torch.tensor([[128.0, 128.0, 0.0, 0.0, 128.0, 128.0]]).expand(batch, -1)
-    return {"text_embeds": noise(batch, CROSS, seed=seed, salt=2), "time_ids": ids}
-
-
-def _sdxl_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    return _unet_inputs(4)(h, w, batch, seed, timestep) | {
-        "added_cond_kwargs": _text_time(batch, seed)
     }
-
-
-def _upscaler_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    noise_level = torch.full((batch,), 20)
-    return _unet_inputs(7)(h, w, batch, seed, timestep) | {"class_labels": noise_level}
-
-
-def _gligen_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    gligen = {
-        "boxes": torch.tensor([[[0.1, 0.1, 0.6, 0.7], [0.3, 0.2, 0.9, 0.9]]]).expand(batch, -1, -1),
-        "positive_embeddings": noise(batch, 2, CROSS, seed=seed, salt=3),
-        "masks": torch.ones(batch, 2),
-    }
-    return _unet_inputs(4)(h, w, batch, seed, timestep) | {
-        "cross_attention_kwargs": {"gligen": gligen}
-    }
-
-
-def _controlnet_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    picture = noise(batch, 3, 8 * h, 8 * w, seed=seed, salt=4)
-    return _unet_inputs(4)(h, w, batch, seed, timestep) | {"controlnet_cond": picture}
-
-
-def _sdxl_controlnet_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    return _controlnet_inputs(h, w, batch, seed, timestep) | {
-        "added_cond_kwargs": _text_time(batch, seed)
-    }
-
-
-def _dit_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(batch, 4, h, w, seed=seed),
-        "timestep": torch.full((batch,), timestep),
-        "class_labels": torch.arange(batch) + 3,
-    }
-
-
-def _pixart_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(batch, 4, h, w, seed=seed),
-        "encoder_hidden_states": noise(batch, TEXT, CROSS, seed=seed, salt=1),
-        "timestep": torch.full((batch,), timestep),
-    }
-
-
-def _video_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    return _unet_inputs(4)(h, w, batch, seed, timestep) | {
-        "sample": noise(batch, 4, FRAMES, h, w, seed=seed)
-    }
-
-
-def _motion_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    """As the AnimateDiff pipelines do: one text embedding per frame."""
-    inputs = _video_inputs(h, w, batch, seed, timestep)
-    text = inputs["encoder_hidden_states"].repeat_interleave(FRAMES, dim=0)
-    return inputs | {"encoder_hidden_states": text}
-
-
-def _motion_sdxl_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    return _motion_inputs(h, w, batch, seed, timestep) | {
-        "added_cond_kwargs": _text_time(batch, seed)
-    }
-
-
-def _svd_inputs(h: int, w: int, batch: int, seed: int, timestep: int) -> dict[str, Any]:
-    return _unet_inputs(8)(h, w, batch, seed, timestep) | {
-        "sample": noise(batch, FRAMES, 8, h, w, seed=seed),
-        "added_time_ids": torch.tensor([[6.0, 127.0, 0.02]]).expand(batch, -1),
-    }
+}
+_CONTROLNET = _UNET | {"controlnet_cond": lambda c: c.noise(3, 8 * c.height, 8 * c.width, salt=4)}
+_DIT: Arguments = {
+    "hidden_states": _UNET["sample"],
+    "timestep": lambda c: torch.full((c.batch,), c.timestep),
+    "class_labels": lambda c: torch.arange(c.batch) + 3,
+}
+_PIXART: Arguments = {
+    "hidden_states": _UNET["sample"],
+    "encoder_hidden_states": _UNET["encoder_hidden_states"],
+    "timestep": _DIT["timestep"],
+}
+_VIDEO = _UNET | {"sample": lambda c: c.noise(4, FRAMES, c.height, c.width)}
+_MOTION = _VIDEO | {  # one text embedding per frame, as the AnimateDiff pipelines have it
+    "encoder_hidden_states": lambda c: _UNET["encoder_hidden_states"](c).repeat_interleave(
+        FRAMES, dim=0
+    )
+}
+_SVD = _UNET | {
+    "sample": lambda c: c.noise(FRAMES, 8, c.height, c.width),
+    "added_time_ids": lambda c: c.each([6.0, 127.0, 0.02]),
+}
 
 
 def make_unet(config: dict[str, Any] = SD1_CONFIG, **overrides: Any) -> Any:
@@ -295,50 +267,31 @@ def _builder(make: Callable[..., nn.Module], config: dict[str, Any]) -> Callable
     return lambda: seeded(make, **config)
 
 
-IMAGE_HOSTS = {
-    host.name: host
-    for host in (
-        Host("sd1", make_unet, _unet_inputs(4), 1),
-        Host("sd2", lambda: make_unet(SD2_CONFIG), _unet_inputs(4), 1),
-        Host("sdxl", lambda: make_unet(SDXL_CONFIG), _sdxl_inputs, 2),
-        Host("inpaint", lambda: make_unet(INPAINT_CONFIG), _unet_inputs(9), 1),
-        Host("upscaler", lambda: make_unet(UPSCALER_CONFIG), _upscaler_inputs, 2, leading=4),
-        Host("gligen", lambda: make_unet(GLIGEN_CONFIG), _gligen_inputs, 1),
-        Host("dit", _builder(diffusers.DiTTransformer2DModel, DIT_CONFIG), _dit_inputs, 2),
-        Host(
-            "pixart", _builder(diffusers.PixArtTransformer2DModel, PIXART_CONFIG), _pixart_inputs, 2
-        ),
-        Host("controlnet", make_controlnet, _controlnet_inputs, 1, leading=4),
-        Host(
-            "controlnet_sdxl",
-            lambda: make_controlnet(SDXL_CONFIG),
-            _sdxl_controlnet_inputs,
-            2,
-            leading=4,
-        ),
-    )
-}
-VIDEO_HOSTS = {
-    host.name: host
-    for host in (
-        Host("animatediff", _builder(diffusers.UNetMotionModel, MOTION_CONFIG), _motion_inputs, 1),
-        Host(
-            "animatediff_sdxl",
-            _builder(diffusers.UNetMotionModel, MOTION_SDXL_CONFIG),
-            _motion_sdxl_inputs,
-            2,
-        ),
-        Host(
-            "svd",
-            _builder(diffusers.UNetSpatioTemporalConditionModel, SVD_CONFIG),
-            _svd_inputs,
-            1,
-            leading=4,
-        ),
-        Host("unet3d", _builder(diffusers.UNet3DConditionModel, UNET3D_CONFIG), _video_inputs, 1),
-    )
-}
-HOSTS = IMAGE_HOSTS | VIDEO_HOSTS
+_MotionUNet = diffusers.UNetMotionModel
+_build_dit = _builder(diffusers.DiTTransformer2DModel, DIT_CONFIG)
+_build_pixart = _builder(diffusers.PixArtTransformer2DModel, PIXART_CONFIG)
+_build_svd = _builder(diffusers.UNetSpatioTemporalConditionModel, SVD_CONFIG)
+
+_IMAGES = (
+    Host("sd1", make_unet, _UNET, 1),
+    Host("sd2", lambda: make_unet(SD2_CONFIG), _UNET, 1),
+    Host("sdxl", lambda: make_unet(SDXL_CONFIG), _UNET | _XL, 2),
+    Host("inpaint", lambda: make_unet(INPAINT_CONFIG), _INPAINT, 1),
+    Host("upscaler", lambda: make_unet(UPSCALER_CONFIG), _UPSCALER, 2, leading=4),
+    Host("gligen", lambda: make_unet(GLIGEN_CONFIG), _GLIGEN, 1),
+    Host("dit", _build_dit, _DIT, 2),
+    Host("pixart", _build_pixart, _PIXART, 2),
+    Host("controlnet", make_controlnet, _CONTROLNET, 1, leading=4),
+    Host("controlnet_sdxl", lambda: make_controlnet(SDXL_CONFIG), _CONTROLNET | _XL, 2, leading=4),
+)
+_VIDEOS = (
+    Host("animatediff", _builder(_MotionUNet, MOTION_CONFIG), _MOTION, 1),
+    Host("animatediff_sdxl", _builder(_MotionUNet, MOTION_SDXL_CONFIG), _MOTION | _XL, 2),
+    Host("svd", _build_svd, _SVD, 1, leading=4),
+    Host("unet3d", _builder(diffusers.UNet3DConditionModel, UNET3D_CONFIG), _VIDEO, 1),
+)
+VIDEO_HOSTS = {host.name: host for host in _VIDEOS}
+HOSTS = {host.name: host for host in _IMAGES} | VIDEO_HOSTS
 
 
 @contextlib.contextmanager
@@ -363,6 +316,23 @@ def tokens_into(model: nn.Module, *layers: str) -> Iterator[dict[str, tuple]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def is_temporal(name: str) -> bool:
+    """Whether a module of a video model looks along the frames."""
+    return any(part in name for part in ("motion_modules", "temp", "transformer_in"))
+
+
+def spatial_tokens(seen: dict[str, tuple]) -> dict[str, int]:
+    """Tokens of an image or frame; a block's `fuser` (GLIGEN) is a layer of its own kind."""
+    names = [name for name in seen if not is_temporal(name) and ".fuser." not in name]
+    return {name: seen[name][1] for name in names}
+
+
+def expected_tokens(full: dict[str, int], levels: int, ratio: float) -> dict[str, int]:
+    """Tokens left when the `levels` largest grids of a model merge and the others do not."""
+    merging = sorted(set(full.values()), reverse=True)[:levels]
+    return {name: n - int(n * ratio) if n in merging else n for name, n in full.items()}
 
 
 def module_state(model: nn.Module) -> dict[str, tuple[type, frozenset[str]]]:

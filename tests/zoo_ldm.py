@@ -365,7 +365,7 @@ def _ldm_host(name: str, finest: int = 1, **options: Any) -> Host:
 
 
 COMFY_ATTENTION = "ldm.modules.attention"
-HOSTS = [
+_HOSTS = (
     _ldm_host("ldm-sd1"),
     _ldm_host("ldm-sd2", **SD2),
     _ldm_host("ldm-no-self-attention", disable_self_attentions=[True] * 3),
@@ -379,4 +379,5 @@ HOSTS = [
     _comfy_host("comfy-unet", build_comfy, unet_arguments),
     _comfy_host("comfy-stack", lambda: build_stack(comfy(COMFY_ATTENTION)), stack_arguments),
     _comfy_host("comfy-block", lambda: build_block(comfy(COMFY_ATTENTION)), block_arguments),
-]
+)
+HOSTS = {host.name: host for host in _HOSTS}

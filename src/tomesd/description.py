@@ -1,5 +1,6 @@
 """What a patch does to a model at an image size, found by running the model on shapes alone."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,15 @@ class Level:
     left_alone: LeftAlone = ""
     """Why nothing is merged, where it could be."""
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its row in the table for people to read."""
+        merged = str(self.merged_tokens) if self.merged_tokens < self.tokens else "-"
+        if self.left_alone:
+            merged = f"left alone: {self.left_alone}"
+        grid = "x".join(map(str, self.grid))
+        return f"1/{self.downsample}", grid, str(self.blocks), str(self.tokens), merged
+
 
 @dataclass(frozen=True)
 class Part:
@@ -63,56 +73,42 @@ class Part:
 
     def __str__(self) -> str:
         h, w = self.latent
-        lines = [f"{self.name}, latent {h}x{w}: {self._summary()}"]
+        lines = [f"{self.name}, latent {h}x{w}: {'; '.join(self._summary())}"]
         if self.verdict is not None and self.settings is not None:
             lines.append(f"  {expectation(self.verdict)}")
-        rows = [("level", "grid", "blocks", "tokens", "merged to")]
-        for level in self.levels:
-            merged = str(level.merged_tokens) if level.merged_tokens < level.tokens else "-"
-            if level.left_alone:
-                merged = f"left alone: {level.left_alone}"
-            grid = "x".join(map(str, level.grid))
-            cells = (f"1/{level.downsample}", grid, str(level.blocks), str(level.tokens), merged)
-            rows.append(cells)
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        rows: list[tuple[str, ...]] = [("level", "grid", "blocks", "tokens", "merged to")]
+        rows += [level.cells for level in self.levels]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             lines.append("  " + "  ".join(c.rjust(n) for c, n in zip(row, widths, strict=True)))
         return "\n".join(lines)
 
-    def _summary(self) -> str:
-        if self.settings is None:
-            return "not patched"
-        words = self._merging()
-        if self.settings.coarse:
-            words += f"; {self._coarse()}"
-        if self.settings.reuse is not None:
-            words += (
-                f"; one step in {self.settings.reuse} runs the whole model, from progress "
-                f"{self.settings.reuse_start or 0:g} on"
-            )
-        return words
+    def _summary(self) -> Iterator[str]:
+        settings = self.settings
+        if settings is None:
+            yield "not patched"
+            return
+        yield self._merging(settings)
+        if settings.coarse and self.coarse_tokens == 0:
+            yield "no step can be coarse"
+        elif settings.coarse:
+            words = f"coarse up to progress {settings.coarse:g}"
+            if self.coarse_tokens is not None:
+                share = self.coarse_flops / self.flops
+                words += f", {self.coarse_tokens} tokens with {share:.1%} of the operations"
+            yield words
+        if settings.reuse is not None:
+            start = settings.reuse_start or 0
+            yield f"one step in {settings.reuse} runs the whole model, from progress {start:g} on"
 
-    def _coarse(self) -> str:
-        assert self.settings is not None
-        if self.coarse_tokens is None:
-            return f"coarse up to progress {self.settings.coarse:g}"
-        if self.coarse_tokens == 0:
-            return "no step can be coarse"
-        return (
-            f"coarse up to progress {self.settings.coarse:g}, {self.coarse_tokens} tokens with "
-            f"{self.coarse_flops / self.flops:.1%} of the operations"
-        )
-
-    def _merging(self) -> str:
-        assert self.settings is not None
+    def _merging(self, settings: Settings) -> str:
         if all(level.merged_tokens == level.tokens for level in self.levels):
             return "nothing is merged"
-        target = self.settings.target
-        kinds = " + ".join(self.settings.kinds) if target == "attn" else target
+        kinds = " + ".join(settings.kinds) if settings.target == "attn" else settings.target
         saved = "operations unknown, as the model looks into its data"
         if self.flops > 0:
             saved = f"{self.saved:.1%} of {self.flops / 1e9:.3g} GFLOPs saved"
-        return f"{kinds} merged at ratio {self.settings.ratio:g}, {saved}"
+        return f"{kinds} merged at ratio {settings.ratio:g}, {saved}"
 
 
 @dataclass(frozen=True)
@@ -201,10 +197,9 @@ def _first_int(model: Any, names: tuple[str, ...], otherwise: int) -> int:
 def _own_size(model: Any) -> tuple[int, int]:
     """Height and width of the latent that a model is made for; 64 if it does not say."""
     denoisers = (getattr(model, name, None) for name in ("unet", "transformer"))
-    sides = [getattr(model, "default_sample_size", None)]
-    for part in (model, *denoisers):
-        sides.append(getattr(getattr(part, "config", None), "sample_size", None))
-    side = next((side for side in sides if side), 64)
+    configs = (getattr(part, "config", None) for part in (model, *denoisers))
+    sides = (getattr(config, "sample_size", None) for config in configs)
+    side = getattr(model, "default_sample_size", None) or next(filter(None, sides), 64)
     height, width = side if isinstance(side, list | tuple) else (side, side)
     return int(height), int(width)
 

@@ -3,7 +3,7 @@
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -224,25 +224,40 @@ class Settings:
         """Refuses options that contradict or need each other."""
         if self.target not in (None, "attn") and not self.merge_attn:
             raise ValueError(f"merge_attn=False: target={self.target!r} merges self-attention")
-        for name in ("proportional", "kind_ratios") if self.whole_blocks else ():
-            if value := getattr(self, name):
-                needed = f"needs target='attn' or 'kv', not {self.target!r}"
-                raise ValueError(f"{name}={value!r}: {needed}")
-        if self.kind_ratios and self.ratio == 0:
-            raise ValueError(f"kind_ratios={self.kind_ratios!r}: needs a ratio above 0")
-        for selector in self.selectors if self.protect is not None else ():
-            if selector != "bipartite":
-                raise ValueError(f"protect: needs selector='bipartite', not {selector!r}")
+        if self.whole_blocks:
+            needed = f"target='attn' or 'kv', not {self.target!r}"
+            self._refuse_without(needed, "proportional", "kind_ratios")
+        if self.ratio == 0:
+            self._refuse_without("a ratio above 0", "kind_ratios")
+        if self.reuse is None:
+            self._refuse_without("reuse", "reuse_start", "reuse_within", "extrapolate")
+        others = self.selectors - {"bipartite"}
+        if self.protect is not None and others:
+            raise ValueError(f"protect: needs selector='bipartite', not {min(others)!r}")
         if isinstance(self.schedule, str) and self.ratio_end is None:
             raise ValueError(f"schedule={self.schedule!r}: needs ratio_end")
         if not isinstance(self.schedule, str) and self.ratio_end is not None:
             raise ValueError("ratio_end: needs schedule='linear' or 'cosine'")
-        for name in ("reuse_start", "reuse_within", "extrapolate") if self.reuse is None else ():
-            if (value := getattr(self, name)) not in (None, False):
-                raise ValueError(f"{name}={value!r}: needs reuse")
         start, end = self.span
         if start >= end:
             raise ValueError(f"start={start!r}: must be below end={end!r}")
+
+    def _refuse_without(self, needed: str, *names: str) -> None:
+        """Refuses options that do nothing without something else, if they are used."""
+        for name in names:
+            if value := getattr(self, name):
+                raise ValueError(f"{name}={value!r}: needs {needed}")
+
+    def refuse(self, names: Iterable[str], model: str, why: str = "") -> None:
+        """Refuses options that mean nothing on a model, if they are given.
+
+        Raises:
+            ValueError: one of them is not its default.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if value != getattr(Settings, name):
+                raise ValueError(f"{name}={value!r}: means nothing on a {model}{why}")
 
     def filled(self, **defaults: Any) -> "Settings":
         """The same, with these values where a field is None.

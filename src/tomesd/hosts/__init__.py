@@ -1,5 +1,6 @@
 """Finds the models to patch, and the modules in them, by the tables of the hosts."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,10 +12,11 @@ from ..regions import Role
 from ..schedule import Timeline
 from ..settings import Settings
 from . import registry, transformers, unets  # noqa: F401
-from .names import class_names
-from .row import Transformer
+from .names import class_names, is_comfy
+from .table import TRANSFORMERS
+from .table_comfy import COMFY_TRANSFORMERS
 from .timeline import find_timeline
-from .transformers import find_row
+from .transformers import Transformer
 
 __all__ = [
     "FoundModel",
@@ -22,6 +24,7 @@ __all__ = [
     "UnsupportedModelError",
     "find_models",
     "find_modules",
+    "find_row",
     "find_timeline",
 ]
 
@@ -80,31 +83,29 @@ class FoundModel:
 
     def sites(self, settings: Settings) -> list[Site]:
         """What to patch, and in which role. A module with two roles appears twice, inner first."""
-        if self.row is not None:
-            sites = list(transformers.sites(self.module, self.row, settings))
-            root = sites[-1][1]
-            return sites if self.wrapper is None else [*sites, (self.wrapper, root)]
-        if unets.BLOCK in class_names(self.module):
-            return list(unets.block_sites(self.module, settings))
-        sites = list(unets.stack_sites(self.module, settings))
-        sites += unets.deep_sites(self.module, settings)
-        return [*sites, (self.module, unets.root_role(self.module))] if self.rooted else sites
+        if self.row is None:
+            return list(unets.sites(self.module, settings, self.rooted))
+        sites = list(self.row.sites(self.module, settings))
+        if self.wrapper is not None:
+            sites.append((self.wrapper, sites[-1][1]))
+        return sites
 
     @property
     def blocks(self) -> int:
         """Transformer blocks in the model."""
-        if self.row is not None:
-            return sum(len(getattr(self.module, part.path)) for part in self.row.lists)
-        return sum(unets.BLOCK in class_names(m) for m in self.module.modules())
+        return len(self._blocks)
+
+    @property
+    def _blocks(self) -> list[nn.Module]:
+        if self.row is None:
+            return [m for m in self.module.modules() if unets.is_block(m)]
+        return [block for part in self.row.lists for block in getattr(self.module, part.path)]
 
     def outline(self) -> Outline:
         """What the model does, as far as its speed goes."""
-        if self.row is not None:
-            blocks = [b for part in self.row.lists for b in getattr(self.module, part.path)]
-            return outline_blocks(blocks)
-        if unets.BLOCK in class_names(self.module):
-            return outline_blocks([self.module])
-        return outline_model(self.module, unets.runs(self.module))
+        if self.row is None and not unets.is_block(self.module):
+            return outline_model(self.module, unets.runs(self.module))
+        return outline_blocks(self._blocks)
 
 
 def find_models(model: Any) -> list[FoundModel]:
@@ -120,13 +121,34 @@ def find_models(model: Any) -> list[FoundModel]:
     if not found:
         if refused is not None:
             raise refused
-        supported = "; ".join((*unets.NAMES, transformers.name_all()))
+        supported = "; ".join((*unets.NAMES, _name_transformers()))
         raise UnsupportedModelError(
             f"tomesd found no transformer block it knows in this {type(model).__name__}. "
             f"Supported: {supported}. Give a pipeline, one of these models, or a wrapper around "
             "one."
         )
     return found
+
+
+_ROWS = {row.name: row for row in TRANSFORMERS}
+_COMFY_ROWS = {row.name: row for row in COMFY_TRANSFORMERS}
+
+
+def find_row(module: nn.Module) -> Transformer | None:
+    """What the tables say about a transformer, or about what it derives from."""
+    rows = _COMFY_ROWS if is_comfy(module) else _ROWS
+    return next((rows[name] for name in class_names(module) if name in rows), None)
+
+
+def _name_transformers() -> str:
+    """The supported transformers, for people to read."""
+    names = [row.name for row in TRANSFORMERS if not row.reason]
+    short = [re.sub(r"(Transformer([23]D)?)?(Model)?$", "", name) for name in names]
+    comfy = [row.name for row in COMFY_TRANSFORMERS if not row.reason]
+    return (
+        f"diffusion transformers of Diffusers ({', '.join(short)}) and of ComfyUI "
+        f"({', '.join(comfy)})"
+    )
 
 
 def find_modules(model: Any) -> dict[str, nn.Module]:
@@ -144,17 +166,15 @@ def find_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def _models(name: str, module: nn.Module) -> Iterator[FoundModel]:
-    compiled = getattr(module, "_orig_mod", None) if _is_compiled(module) else None
-    row = find_row(module if compiled is None else compiled)
+    compiled = "OptimizedModule" in class_names(module)
+    inner: Any = module._orig_mod if compiled else module
+    row = find_row(inner)
     if row is not None:
         if row.reason:
             raise UnsupportedModelError(f"tomesd cannot merge tokens in {row.name}: {row.reason}")
-        if compiled is not None:
-            yield FoundModel(name, compiled, True, row, module)
-        else:
-            yield FoundModel(name, module, True, row)
+        yield FoundModel(name, inner, True, row, module if compiled else None)
         return
-    if unets.BLOCK in class_names(module):
+    if unets.is_block(module):
         yield FoundModel(name, module, False)
         return
     if not any(unets.is_stack(m) or find_row(m) is not None for m in module.modules()):
@@ -166,10 +186,6 @@ def _models(name: str, module: nn.Module) -> Iterator[FoundModel]:
     else:  # a wrapper: the model is further in
         for child_name, child in module.named_children():
             yield from _models(f"{name}.{child_name}", child)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return "OptimizedModule" in class_names(module)
 
 
 def _holds_transformer(module: nn.Module) -> bool:

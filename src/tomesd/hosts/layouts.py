@@ -1,11 +1,12 @@
 """Where transformers have their image tokens: read from the arguments of the model.
 
-Each function takes the model and its arguments, and gives a `Layout`.
+Each reader takes the model and its arguments, and gives a `Layout`. `LATENTS` says what its models
+get.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -17,17 +18,49 @@ from ..regions import Given
 from ..state import Grid
 
 __all__ = [
-    "from_bria_fibo2", "from_channels_last", "from_flux2", "from_flux3", "from_frames",
+    "LATENTS", "from_bria_fibo2", "from_channels_last", "from_flux2", "from_flux3", "from_frames",
     "from_frames_first", "from_hidream", "from_hunyuan_video", "from_ideogram4", "from_ids",
     "from_image", "from_joy_image_plus", "from_krea2", "from_ltx", "from_lumina2", "from_nucleus",
-    "from_qwen", "from_qwen21", "from_video", "from_z_image",
+    "from_qwen", "from_qwen21", "from_video", "from_z_image", "layout_on",
+    "reads",
 ]  # fmt: skip
 
+Reader = Callable[[Any, Given], Layout]
 
-def _one(size: tuple[int, int], grid: Grid, padding: int = 0) -> Layout:
-    """The layout of an image or a video, and tokens after it that are on no grid."""
-    more = (LayoutPart(padding),) if padding else ()
-    return Layout(size, grid, (LayoutPart.on(grid), *more))
+
+@dataclass(frozen=True)
+class Latent:
+    """What models with one kind of layout get."""
+
+    axes: str
+    """Of the latent or its tokens, after the batch: names of sizes in `Example`."""
+    frames: bool = False
+    """Whether it may be a video."""
+    references: bool = False
+    """Whether reference images may come with it."""
+
+
+LATENTS: dict[Reader, Latent] = {}
+
+
+def reads(axes: str, **more: bool) -> Callable[[Reader], Reader]:
+    """Notes what models get whose layout a function reads; see `Latent`."""
+
+    def note(reader: Reader) -> Reader:
+        LATENTS[reader] = Latent(axes, **more)
+        return reader
+
+    return note
+
+
+_IMAGE = "in_channels height width"
+_VIDEO = "in_channels frames height width"
+_PACKED = "tokens in_channels"
+
+
+def layout_on(size: tuple[int, int], grid: Grid, *more: LayoutPart) -> Layout:
+    """The layout of an image or a video, and of what comes after it, if that has tokens."""
+    return Layout(size, grid, (LayoutPart.on(grid), *[part for part in more if part.tokens]))
 
 
 def _patches(module: Any, frames: int, h: int, w: int) -> Layout:
@@ -37,36 +70,42 @@ def _patches(module: Any, frames: int, h: int, w: int) -> Layout:
     sides = (patch,) if isinstance(patch, int) else patch
     long = config.get("patch_size_t") or config.get("temporal_patch_size")
     long, side = long or (sides[0] if len(sides) == 3 else 1), sides[-1]
-    return _one((h, w), (frames // long, h // side, w // side))
+    return layout_on((h, w), (frames // long, h // side, w // side))
 
 
+@reads(_IMAGE)
 def from_image(module: Any, given: Given) -> Layout:
     """The model gets a latent `[B, C, H, W]`, and makes a token of each patch."""
     return _patches(module, 1, *given[given.names[0]].shape[-2:])
 
 
+@reads(_VIDEO, frames=True)
 def from_video(module: Any, given: Given) -> Layout:
     """The model gets a latent `[B, C, F, H, W]`, and makes a token of each patch."""
     return _patches(module, *given[given.names[0]].shape[-3:])
 
 
+@reads("whole_frames in_channels height width", frames=True)
 def from_frames_first(module: Any, given: Given) -> Layout:
     """Frames come before channels: `[B, F, C, H, W]`."""
     frames, _, h, w = given["hidden_states"].shape[1:]
     return replace(_patches(module, frames, h, w), axes=(0, 2, 1, 3, 4))
 
 
+@reads("frames height width visual_channels", frames=True)
 def from_channels_last(module: Any, given: Given) -> Layout:
     """`[B, F, H, W, C]`."""
     return replace(_patches(module, *given["hidden_states"].shape[1:4]), axes=(0, 4, 1, 2, 3))
 
 
+@reads("in_channels video_length height width")
 def from_frames(module: Any, given: Given) -> Layout:
     """Blocks work on each frame by itself, folded into the batch."""
     layout = from_video(module, given)
-    return _one(layout.size, (1, *layout.grid[1:]))
+    return layout_on(layout.size, (1, *layout.grid[1:]))
 
 
+@reads(_VIDEO, frames=True)
 def from_hunyuan_video(module: Any, given: Given) -> Layout:
     """As `from_video`; a first frame that is given has a modulation of its own: left alone."""
     layout = from_video(module, given)
@@ -77,14 +116,16 @@ def from_hunyuan_video(module: Any, given: Given) -> Layout:
     return Layout(layout.size, rest, (LayoutPart(h * w), LayoutPart.on(rest)))
 
 
+@reads("video_tokens in_channels", frames=True)
 def from_ltx(module: Any, given: Given) -> Layout:
     """Tokens are packed; the grid is given. Tokens of conditions come before the video's."""
     t, h, w = (int(given[name]) for name in ("num_frames", "height", "width"))
-    layout = _one((h, w), (t, h, w))
+    layout = layout_on((h, w), (t, h, w))
     before = given["hidden_states"].shape[1] - layout.tokens
     return replace(layout, parts=(LayoutPart(before), *layout.parts)) if before > 0 else layout
 
 
+@reads(_IMAGE)
 def from_lumina2(module: Any, given: Given) -> Layout:
     """Text comes first, and each prompt has its own length."""
     layout = from_image(module, given)
@@ -94,6 +135,7 @@ def from_lumina2(module: Any, given: Given) -> Layout:
 _SEQUENCE_MULTIPLE = 32  # Z-Image pads images and captions to it
 
 
+@reads(_IMAGE)
 def from_z_image(module: Any, given: Given) -> Layout:
     """The model gets a list of latents `[C, F, H, W]`, which may differ in size."""
     latents = given["x"]
@@ -103,7 +145,8 @@ def from_z_image(module: Any, given: Given) -> Layout:
         return _nothing(latents[0])
     ((frames, h, w),) = shapes
     grid = (frames, h // side, w // side)
-    return _one((h, w), grid, -(grid[0] * grid[1] * grid[2]) % _SEQUENCE_MULTIPLE)
+    padding = -(grid[0] * grid[1] * grid[2]) % _SEQUENCE_MULTIPLE
+    return layout_on((h, w), grid, LayoutPart(padding))
 
 
 def _nothing(latent: Any) -> Layout:
@@ -114,13 +157,17 @@ def _nothing(latent: Any) -> Layout:
     return Layout((h, w), (1, h, w), (LayoutPart(h * w),))
 
 
+@reads(_IMAGE)
 def from_hidream(module: Any, given: Given) -> Layout:
     """Images that are not square are padded to the longest sequence that the model knows."""
     layout = from_image(module, given)
     _, h, w = layout.grid
-    return layout if h == w else _one(layout.size, layout.grid, module.max_seq - h * w)
+    if h == w:
+        return layout
+    return layout_on(layout.size, layout.grid, LayoutPart(module.max_seq - h * w))
 
 
+@reads(_IMAGE, references=True)
 def from_bria_fibo2(module: Any, given: Given) -> Layout:
     """References are latents too, and come after the image."""
     layout, side = from_image(module, given), module.config["patch_size"]
@@ -136,6 +183,7 @@ def _images(grids: Sequence[Any], side: int = 2, made: int = 1) -> Layout:
     return Layout((side * h, side * w), whole[0], tuple(parts))
 
 
+@reads(_PACKED, references=True)
 def from_qwen(module: Any, given: Given) -> Layout:
     """Tokens are packed; the grids are given: the image first, then references."""
     shapes = given["img_shapes"]
@@ -145,6 +193,7 @@ def from_qwen(module: Any, given: Given) -> Layout:
     return _images(shapes, made=len(shapes) - 1 if layered else 1)
 
 
+@reads(_PACKED)
 def from_qwen21(module: Any, given: Given) -> Layout:
     """As `from_qwen`, but the image comes last, after the text and the references that are in it.
     Where keys of several items are kept together, these cannot run one by one, and none merges."""
@@ -153,12 +202,14 @@ def from_qwen21(module: Any, given: Given) -> Layout:
     return layout if apart else layout.left_alone()
 
 
+@reads(_PACKED)
 def from_nucleus(module: Any, given: Given) -> Layout:
     """Tokens are packed; the grid of each item is given, and they all have the first one's."""
     shapes = given["img_shapes"]
     return _images([shapes if isinstance(shapes[0], int) else shapes[0]])
 
 
+@reads("tokens in_channels 1 2 2", references=True)
 def from_joy_image_plus(module: Any, given: Given) -> Layout:
     """Patches are packed; the grids of each item are given: its image first, then references."""
     shapes = given["shape_list"]
@@ -167,6 +218,7 @@ def from_joy_image_plus(module: Any, given: Given) -> Layout:
     return _images(shapes[0])
 
 
+@reads(_PACKED, references=True)
 def from_ids(module: Any, given: Given) -> Layout:
     """Tokens are packed; each has its place in `img_ids` `[N, axes]`: image or frame, row, column.
 
@@ -176,6 +228,7 @@ def from_ids(module: Any, given: Given) -> Layout:
     return _layout_of(given["img_ids"])
 
 
+@reads(_PACKED, references=True)
 def from_flux2(module: Any, given: Given) -> Layout:
     """As `from_ids`. Where keys of references are kept from step to step, tokens have modulations
     of their own, and none is merged."""
@@ -183,6 +236,7 @@ def from_flux2(module: Any, given: Given) -> Layout:
     return layout if given["kv_cache_mode"] is None else layout.left_alone()
 
 
+@reads(_PACKED, references=True)
 def from_flux3(module: Any, given: Given) -> Layout:
     """As `from_ids`; references have ids of their own, and come after the image."""
     layout, ids = _layout_of(given["img_ids"]), given["image_cond_ids"]
@@ -191,11 +245,13 @@ def from_flux3(module: Any, given: Given) -> Layout:
     return replace(layout, parts=(*layout.parts, *references))
 
 
+@reads(_PACKED)
 def from_krea2(module: Any, given: Given) -> Layout:
     """As `from_ids`, in ids of the whole sequence, `[T + N, 3]`."""
     return _layout_of(given["position_ids"], given["hidden_states"].shape[1])
 
 
+@reads("sequence in_channels")
 def from_ideogram4(module: Any, given: Given) -> Layout:
     """As `from_ids`, in ids of the whole sequence, `[B, T + N, 3]`; what each token is, is given
     too, `[B, T + N]`."""

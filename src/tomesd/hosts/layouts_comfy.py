@@ -11,6 +11,7 @@ from torch import Tensor
 from ..layout import Layout, LayoutPart
 from ..regions import Given
 from ..state import Grid
+from .layouts import layout_on, reads
 
 __all__ = ["from_comfy_image", "from_comfy_lumina", "from_comfy_video"]
 
@@ -24,40 +25,36 @@ def _grid(module: Any, latent: Tensor) -> Grid:
     return t, h, w
 
 
-def _layout(latent: Tensor, grid: Grid, *parts: LayoutPart) -> Layout:
-    return Layout((latent.shape[-2], latent.shape[-1]), grid, parts)
+def _layout(module: Any, latent: Tensor, *more: LayoutPart) -> Layout:
+    return layout_on((latent.shape[-2], latent.shape[-1]), _grid(module, latent), *more)
 
 
+@reads("latent_channels height width", references=True)
 def from_comfy_image(module: Any, given: Given) -> Layout:
     """An image, and after it the reference images, which may differ in size."""
-    latent = given["x"]
-    grid = _grid(module, latent)
     others = given["ref_latents"] or ()
     references = [LayoutPart.on(_grid(module, other), reference=True) for other in others]
-    return _layout(latent, grid, LayoutPart.on(grid), *references)
+    return _layout(module, given["x"], *references)
 
 
+@reads("latent_channels height width")
 def from_comfy_lumina(module: Any, given: Given) -> Layout:
     """An image, and after it what Z-Image pads the sequence with."""
-    latent = given["x"]
-    grid = _grid(module, latent)
-    image = LayoutPart.on(grid)
+    image = _layout(module, given["x"])
     padding = -image.tokens % (module.pad_tokens_multiple or 1)
-    return _layout(latent, grid, image, *([LayoutPart(padding)] if padding else []))
+    return _layout(module, given["x"], LayoutPart(padding))
 
 
+@reads("latent_channels frames height width", frames=True)
 def from_comfy_video(module: Any, given: Given) -> Layout:
     """A video, and after it frames that are given, which are left alone.
 
     Where frames have times of their own, they have modulations of their own, and none is merged;
     nor where a picture that is given comes before them.
     """
-    latent, more, time = given["x"], given["time_dim_concat"], given["timestep"]
-    grid = _grid(module, latent)
-    parts = [LayoutPart.on(grid)]
-    if more is not None:
-        parts.append(LayoutPart(math.prod(_grid(module, more)), reference=True))
-    layout = _layout(latent, grid, *parts)
+    more, time = given["time_dim_concat"], given["timestep"]
+    tokens = 0 if more is None else math.prod(_grid(module, more))
+    layout = _layout(module, given["x"], LayoutPart(tokens, reference=True))
     own_times = isinstance(time, Tensor) and time.ndim > 1 and time.shape[1] > 1
     led = getattr(module, "ref_conv", None) is not None and given["reference_latent"] is not None
     return layout.left_alone() if own_times or led else layout

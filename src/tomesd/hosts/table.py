@@ -9,7 +9,7 @@ from typing import Any
 from ..regions import Along, Coarse
 from ..schedule import Timeline
 from . import layouts as at
-from .row import Blocks, Transformer
+from .transformers import Blocks, Transformer
 
 __all__ = ["TRANSFORMERS"]
 
@@ -44,11 +44,14 @@ def _of_all(name: str, **more: Any) -> Along:
     return Along(name, (1,), sequence=True, **more)
 
 
-_ALL_ROWS = Along(_ROPE, (0,), sequence=True, batched=False)  # [T + N, d]
-_IMAGE_ROWS = Along(_ROPE, (0,), batched=False)  # [N, d]
-_FREQUENCIES = Along("freqs_cis", (0,), batched=False)
-_ALL_FREQUENCIES = Along("freqs_cis", (0,), sequence=True, batched=False)
-_FIRST_PART = Along(_ROPE, (0,), batched=False, parts=(0,))  # rows of the image, rows of the text
+def _rows(name: str, **more: Any) -> Along:
+    """`[N, ...]`, for all items."""
+    return Along(name, (0,), batched=False, **more)
+
+
+_ALL_ROWS = _rows(_ROPE, sequence=True)  # [T + N, d]
+_IMAGE_ROWS = _rows(_ROPE)  # [N, d]
+_FIRST_PART = _rows(_ROPE, parts=(0,))  # rows of the image, rows of the text
 _KEY_MASK = Along(_MASK, (3,), sequence=True)  # [B, 1, 1, N + T]
 _SCORE_MASK = Along(_MASK, (2, 3), sequence=True)  # [B, 1, T + N, T + N]
 _PADDING_MASK = "hidden_states_masks"
@@ -105,32 +108,35 @@ def _image_first(rows: Along, anew: str = "") -> tuple[Blocks, Blocks]:
     )
 
 
-def _2d(name: str, *row: Any, **fields: Any) -> Transformer:
+def _image(name: str, *row: Any, **fields: Any) -> Transformer:
     """The row of a class whose name ends as most do."""
     return Transformer(f"{name}Transformer2DModel", *row, **fields)
 
 
-def _3d(name: str, *row: Any, **fields: Any) -> Transformer:
-    return Transformer(f"{name}Transformer3DModel", *row, **fields)
+def _video(
+    name: str,
+    lists: tuple[Blocks, ...],
+    layout: Any = at.from_video,
+    timeline: Any = _THOUSAND,
+    **fields: Any,
+) -> Transformer:
+    return Transformer(f"{name}Transformer3DModel", lists, layout, timeline, **fields)
 
 
 _IMAGES = (
-    _2d("Flux", _apart(_ALL_ROWS), at.from_ids, _SIGMAS, between=_CONTROL, coarse=_PLACED),
-    _2d(
+    _image("Flux", _apart(_ALL_ROWS), at.from_ids, _SIGMAS, between=_CONTROL, coarse=_PLACED),
+    _image(
         "Flux2",
         _then_joint(_ALL_ROWS),
         at.from_flux2,
         _SIGMAS,
         coarse=Coarse(side=2, places="img_ids", full=("kv_cache_mode",)),
     ),
-    _2d(
-        "Flux3",
-        # In the blocks before, each picture is by itself.
-        _list(_SECOND, _ALL_ROWS, _of_image("temb_mod"), output=1),
-        at.from_flux3,
-        _SIGMAS,
+    # In the blocks before, each picture is by itself.
+    _image(
+        "Flux3", _list(_SECOND, _ALL_ROWS, _of_image("temb_mod"), output=1), at.from_flux3, _SIGMAS
     ),
-    _2d(
+    _image(
         "Chroma",
         _then_joint(_ALL_ROWS, _of_all(_MASK)),
         at.from_ids,
@@ -138,28 +144,30 @@ _IMAGES = (
         between=_CONTROL,
         coarse=_PLACED,
     ),
-    _2d(
+    _image(
         "SD3",
         _list(_FIRST, output=1),
         at.from_image,
         _THOUSAND,
         between=("block_controlnet_hidden_states", "skip_layers"),
         coarse=Coarse(full=("block_controlnet_hidden_states",)),
+        text=333,
     ),
-    _2d(
+    _image(
         "QwenImage",
         _list(_FIRST, _FIRST_PART, _of_image("modulate_index"), output=1),
         at.from_qwen,
         _SIGMAS,
         between=_CONTROL,
         coarse=Coarse(side=2, grids="img_shapes", full=_CONTROL),
+        text=256,
     ),
-    _2d(
+    _image(
         "QwenImage21",
         _list(
             _FIRST,
-            Along("rotary_emb", (0,), sequence=True, batched=False),
-            Along("target_token_mask", (0,), sequence=True, batched=False),
+            _rows("rotary_emb", sequence=True),
+            _rows("target_token_mask", sequence=True),
             _of_all("key_valid"),
             Along("modulation", (), last_for_all=True),
             joint=True,
@@ -168,7 +176,7 @@ _IMAGES = (
         at.from_qwen21,
         _SIGMAS,
     ),
-    _2d(
+    _image(
         "ZImage",
         _list(
             "layers",
@@ -184,28 +192,30 @@ _IMAGES = (
         time="t",
         between=("controlnet_block_samples",),
         coarse=Coarse(full=("controlnet_block_samples", "siglip_feats", "image_noise_mask")),
+        text=128,
     ),
-    _2d(
+    _image(
         "Lumina2",
         _list("layers", _of_all(_MASK), _of_all(_ROPE), joint=True, text="ragged"),
         at.from_lumina2,
         _RISING,
         coarse=_RESIZED,
+        text=256,
     ),
     Transformer(
         "LuminaNextDiT2DModel",
         _list("layers", _of_image(_ROPE), _of_image(_MASK)),
-        at.from_image,
-        _RISING,
+        timeline=_RISING,
+        text=256,
     ),
-    _2d(
+    _image(
         "AuraFlow",
         _then_joint(first="joint_transformer_blocks"),
-        at.from_image,
-        _SIGMAS,
+        timeline=_SIGMAS,
         coarse=_RESIZED,
+        text=256,
     ),
-    _2d(
+    _image(
         "HiDreamImage",
         (
             *_list(
@@ -227,37 +237,39 @@ _IMAGES = (
         at.from_hidream,
         _THOUSAND,
         time="timesteps",
+        text=128,
     ),
-    _2d(
+    _image(
         "HunyuanImage",
         _image_first(_IMAGE_ROWS),
-        at.from_image,
-        _THOUSAND,
+        timeline=_THOUSAND,
         coarse=Coarse(full=("timestep_r",)),
+        text=1000,
     ),
     Transformer(
         "HunyuanDiT2DModel",
         _list("blocks", _IMAGE_ROWS, _of_image("skip", mean=True), alone=True),
         between=("controlnet_block_samples",),
+        text=77,
     ),
-    _2d("CogView3Plus", _dual()),
-    _2d(
+    _image("CogView3Plus", _dual(), text=224),
+    _image(
         "CogView4",
         _dual(_IMAGE_ROWS, refused=(_MASK,)),
-        at.from_image,
-        _THOUSAND,
+        timeline=_THOUSAND,
         coarse=Coarse(full=(_ROPE,)),
+        text=224,
     ),
-    _2d(
+    _image(
         "GlmImage",
         _dual(_IMAGE_ROWS, refused=(_MASK,)),
-        at.from_image,
-        _THOUSAND,
+        timeline=_THOUSAND,
         between=("kv_caches",),
+        text=64,
     ),
-    _2d("Bria", _apart(_ALL_ROWS), at.from_ids, _THOUSAND, between=_CONTROL),
-    _2d("BriaFibo", _then_joint(_ALL_ROWS), at.from_ids, _SIGMAS),
-    _2d(
+    _image("Bria", _apart(_ALL_ROWS), at.from_ids, _THOUSAND, between=_CONTROL, text=128),
+    _image("BriaFibo", _then_joint(_ALL_ROWS), at.from_ids, _THOUSAND, text=1024),
+    _image(
         "BriaFibo2",
         _list(
             "layers",
@@ -268,25 +280,28 @@ _IMAGES = (
         ),
         at.from_bria_fibo2,
         _SIGMAS,
+        text=1024,
     ),
-    _2d("OvisImage", _apart(_ALL_ROWS), at.from_ids, _SIGMAS),
-    _2d("LongCatImage", _apart(_ALL_ROWS), at.from_ids, _SIGMAS),
-    _2d("OmniGen", _list("layers", _ALL_ROWS, _SCORE_MASK, joint=True), at.from_image, _RISING),
-    _3d("JoyImageEdit", _list("double_blocks", _FIRST_PART, output=0), at.from_video, _THOUSAND),
-    _3d(
+    _image("OvisImage", _apart(_ALL_ROWS), at.from_ids, _SIGMAS, text=256),
+    _image("LongCatImage", _apart(_ALL_ROWS), at.from_ids, _SIGMAS),
+    _image(
+        "OmniGen", _list("layers", _ALL_ROWS, _SCORE_MASK, joint=True), timeline=_RISING, text=128
+    ),
+    _video("JoyImageEdit", _list("double_blocks", _FIRST_PART, output=0)),
+    _video(
         "JoyImageEditPlus",
         _list("double_blocks", _of_image(_ROPE), _KEY_MASK, output=0, text="after"),
         at.from_joy_image_plus,
-        _THOUSAND,
     ),
-    _2d("Krea2", _list(_FIRST, _ALL_ROWS, _KEY_MASK, joint=True), at.from_krea2, _SIGMAS),
-    _2d(
+    _image("Krea2", _list(_FIRST, _ALL_ROWS, _KEY_MASK, joint=True), at.from_krea2, _SIGMAS),
+    _image(
         "NucleusMoEImage",
         _list(_FIRST, _FIRST_PART, _of_all("attention_kwargs", parts=(_MASK,)), text="after"),
         at.from_nucleus,
         _SIGMAS,
+        text=256,
     ),
-    _2d(
+    _image(
         "ErnieImage",
         _list(
             "layers",
@@ -298,47 +313,27 @@ _IMAGES = (
             joint=True,
             text="after",
         ),
-        at.from_image,
-        _THOUSAND,
+        timeline=_THOUSAND,
+        text=128,
     ),
-    _2d(
+    _image(
         "Ideogram4",
         _list("layers", _SCORE_MASK, _of_all(_ROPE), _of_all("adaln_input"), joint=True),
         at.from_ideogram4,
         _RISING,
     ),
-    _2d("PRX", _list("blocks", Along(_ROPE, (2,))), timeline=_SIGMAS),
+    _image("PRX", _list("blocks", Along(_ROPE, (2,))), timeline=_SIGMAS, text=256),
 )
 
 _VIDEOS = (
-    _3d(
-        "Wan",
-        _list("blocks", *_WAN, attention="attn1"),
-        at.from_video,
-        _THOUSAND,
-        coarse=_RESIZED,
+    _video("Wan", _list("blocks", *_WAN, attention="attn1"), coarse=_RESIZED),
+    _video(
+        "WanVACE", _list("blocks", *_WAN, attention="attn1"), between=("control_hidden_states",)
     ),
-    _3d(
-        "WanVACE",
-        _list("blocks", *_WAN, attention="attn1"),
-        at.from_video,
-        _THOUSAND,
-        between=("control_hidden_states",),
-    ),
-    _3d(
-        "WanAnimate",
-        _list("blocks", *_WAN, alone=True),  # an adapter wants whole frames
-        at.from_video,
-        _THOUSAND,
-    ),
-    _3d(
-        "SkyReelsV2",
-        _list("blocks", _WAN[0], Along("temb", (2,), ndim=4), refused=(_MASK,)),
-        at.from_video,
-        _THOUSAND,
-    ),
-    _3d("ChronoEdit", _list("blocks", *_WAN), at.from_video, _THOUSAND),
-    _3d(
+    _video("WanAnimate", _list("blocks", *_WAN, alone=True)),  # an adapter wants whole frames
+    _video("SkyReelsV2", _list("blocks", _WAN[0], Along("temb", (2,), ndim=4), refused=(_MASK,))),
+    _video("ChronoEdit", _list("blocks", *_WAN)),
+    _video(
         "AnyFlow",
         _list(
             "blocks",
@@ -348,9 +343,8 @@ _VIDEOS = (
             keys=(Along("rotary_emb", (2,), parts=("key",)),),
         ),
         at.from_frames_first,
-        _THOUSAND,
     ),
-    _3d(
+    _video(
         "Helios",
         _list(
             "blocks",
@@ -359,78 +353,76 @@ _VIDEOS = (
             Along("original_context_length", ()),
             joint=True,  # with the frames before, which are in front
         ),
-        at.from_video,
-        _THOUSAND,
     ),
-    _3d(
+    _video(
         "HunyuanVideo",
-        _image_first(_FREQUENCIES),
+        _image_first(_rows("freqs_cis")),
         at.from_hunyuan_video,
-        _THOUSAND,
         coarse=_RESIZED,
+        text=256,
     ),
-    _3d(
+    _video(
         "HunyuanVideoFramepack",
         (
-            *_dual(_ALL_FREQUENCIES, _KEY_MASK, joint=True),  # with the frames before, in front
+            # Joint with the frames before, which are in front.
+            *_dual(_rows("freqs_cis", sequence=True), _KEY_MASK, joint=True),
             *_list(_SECOND, _ALL_ROWS, _KEY_MASK, output=0, joint=True),
         ),
-        at.from_video,
-        _THOUSAND,
+        text=256,
     ),
-    _3d("HunyuanVideo15", _dual(_FREQUENCIES), at.from_video, _THOUSAND),
-    _3d(
-        "MotifVideo", _image_first(_IMAGE_ROWS, anew="num_decoder_layers"), at.from_video, _THOUSAND
+    _video("HunyuanVideo15", _dual(_rows("freqs_cis")), text=1000),
+    _video("MotifVideo", _image_first(_IMAGE_ROWS, anew="num_decoder_layers")),
+    _video("CogVideoX", _dual(_IMAGE_ROWS), at.from_frames_first, None, text=226),
+    _video(
+        "ConsisID", _dual(_IMAGE_ROWS), at.from_frames_first, None, between=("id_cond",), text=226
     ),
-    _3d("CogVideoX", _dual(_IMAGE_ROWS), at.from_frames_first),
-    _3d("ConsisID", _dual(_IMAGE_ROWS), at.from_frames_first, between=("id_cond",)),
-    _3d(
+    _video(
         "Cosmos",
         _list(_FIRST, *_COSMOS),
-        at.from_video,
-        _cosmos_timeline,
+        timeline=_cosmos_timeline,
         between=("block_controlnet_hidden_states",),
     ),
-    _3d(
+    _video(
         "Kandinsky5",
         _list(_VISUAL, _of_image("rope"), input="visual_embed", refused=("sparse_params",)),
         at.from_channels_last,
-        _THOUSAND,
+        text=256,
     ),
-    _3d(
+    _video(
         "Kandinsky6",
         _list(
             _VISUAL,
-            Along("vis_rope", (0,), batched=False),
+            _rows("vis_rope"),
             Along("aud_rope", (), batched=False),
             input="vis",
             other="aud",
             output=0,
         ),
         at.from_channels_last,
-        _THOUSAND,
     ),
-    _3d(
+    _video(
         "LTXVideo",
         _list(_FIRST, _of_image(_ROPE), _of_image("temb"), attention="attn1"),
         at.from_ltx,
-        _THOUSAND,
         coarse=Coarse(side=1, numbers=("height", "width"), full=("video_coords",)),
+        text=128,
     ),
-    _3d(
+    _video(
         "LTX2Video",
         _dual(*_LTX2, other="audio_hidden_states", refused=("self_attention_mask",)),
         at.from_ltx,
-        _THOUSAND,
+        text=1024,
     ),
-    _3d("Mochi", _dual(_IMAGE_ROWS), at.from_video, _TO_THOUSAND),
-    _3d("EasyAnimate", _dual(_IMAGE_ROWS), at.from_video, _THOUSAND),
-    _3d("Allegro", _list(_FIRST, _of_image(_ROPE, parts=(1,)), refused=(_MASK,)), at.from_video),
-    _3d(
+    _video("Mochi", _dual(_IMAGE_ROWS), timeline=_TO_THOUSAND, text=256),
+    _video("EasyAnimate", _dual(_IMAGE_ROWS), text=256),
+    _video("Allegro", _list(_FIRST, _of_image(_ROPE, parts=(1,)), refused=(_MASK,)), timeline=None),
+    _video(
         "Latte",
         # Blocks over time lie between.
         _list(_FIRST, alone=True, refused=(_MASK,), attention="attn1", keys=()),
         at.from_frames,
+        None,
+        text=120,
     ),
 )
 
@@ -438,15 +430,16 @@ _VIDEOS = (
 _CONTROLNETS = (
     Transformer("FluxControlNetModel", _apart(_ALL_ROWS, alone=True), at.from_ids, _SIGMAS),
     Transformer(
-        "SD3ControlNetModel", _list(_FIRST, output=1, alone=True), at.from_image, _THOUSAND
+        "SD3ControlNetModel", _list(_FIRST, output=1, alone=True), timeline=_THOUSAND, text=333
     ),
     Transformer(
         "QwenImageControlNetModel",
         _list(_FIRST, _FIRST_PART, output=1, alone=True),
         at.from_qwen,
         _SIGMAS,
+        text=256,
     ),
-    Transformer("HunyuanDiT2DControlNetModel", _list("blocks", _IMAGE_ROWS, alone=True)),
+    Transformer("HunyuanDiT2DControlNetModel", _list("blocks", _IMAGE_ROWS, alone=True), text=77),
 )
 
 _CONVOLUTIONS = (

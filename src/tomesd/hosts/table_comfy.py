@@ -3,10 +3,13 @@
 What a row needs is in docs/development.md.
 """
 
+from dataclasses import replace
+from typing import Any
+
 from ..regions import Along
 from ..schedule import Timeline
 from .layouts_comfy import from_comfy_image, from_comfy_lumina, from_comfy_video
-from .row import Blocks, Transformer
+from .transformers import Blocks, Transformer
 
 __all__ = ["COMFY_TRANSFORMERS"]
 
@@ -23,65 +26,41 @@ _BETWEEN = (
 )
 
 _ROPE = Along("pe", (2,), sequence=True)  # [B, 1, T + N, d, 2, 2]
-
 # Blocks of Flux add to the tokens they are given.
+_OF_FLUX: dict[str, Any] = {"along": (_ROPE,), "refused": ("attn_mask",), "in_place": True}
 _FLUX = (
-    Blocks(
-        "double_blocks",
-        "img",
-        0,
-        along=(_ROPE,),
-        other="txt",
-        refused=("attn_mask",),
-        in_place=True,
-    ),
-    Blocks("single_blocks", "x", joint=True, along=(_ROPE,), refused=("attn_mask",), in_place=True),
+    Blocks("double_blocks", "img", 0, other="txt", **_OF_FLUX),
+    Blocks("single_blocks", "x", joint=True, **_OF_FLUX),
+)
+_SD3 = Blocks("joint_blocks", "x", 1, other="context", names=("context", "x"))
+_QWEN = Blocks(
+    "transformer_blocks", output=1, along=(Along("image_rotary_emb", (2,), sequence=True),)
+)
+_LUMINA = Blocks(
+    "layers",
+    "x",
+    joint=True,
+    along=(Along("freqs_cis", (1,), sequence=True),),
+    refused=("x_mask",),
 )
 _WAN = Blocks("blocks", "x", along=(Along("freqs", (1,)),))  # [1, N, 1, d, 2, 2]
-_WAN_ALONE = Blocks("blocks", "x", along=_WAN.along, alone=True)
+_WAN_ALONE = replace(_WAN, alone=True)  # something is added to all tokens between the blocks
+
+
+def _row(
+    name: str, *lists: Blocks, layout: Any = from_comfy_image, timeline: Any = _SIGMAS, **more: Any
+) -> Transformer:
+    return Transformer(name, lists, layout, timeline, between=_BETWEEN, **more)
+
 
 COMFY_TRANSFORMERS = (
-    Transformer("Flux", _FLUX, from_comfy_image, _SIGMAS, between=_BETWEEN),
-    Transformer("Chroma", _FLUX, from_comfy_image, _SIGMAS, between=_BETWEEN),
-    Transformer(
-        "MMDiT",  # Stable Diffusion 3
-        (Blocks("joint_blocks", "x", 1, other="context", names=("context", "x")),),
-        from_comfy_image,
-        _THOUSAND,
-        time="timesteps",
-        between=_BETWEEN,
-    ),
-    Transformer(
-        "QwenImageTransformer2DModel",
-        (
-            Blocks(
-                "transformer_blocks",
-                output=1,
-                along=(Along("image_rotary_emb", (2,), sequence=True),),
-            ),
-        ),
-        from_comfy_image,
-        _SIGMAS,
-        between=_BETWEEN,
-    ),
-    Transformer(
-        "NextDiT",  # Lumina 2, Z-Image
-        (
-            Blocks(
-                "layers",
-                "x",
-                joint=True,
-                along=(Along("freqs_cis", (1,), sequence=True),),
-                refused=("x_mask",),
-            ),
-        ),
-        from_comfy_lumina,
-        _SIGMAS,
-        time="timesteps",
-        between=_BETWEEN,
-    ),
-    Transformer("WanModel", (_WAN,), from_comfy_video, _THOUSAND, between=_BETWEEN),
-    # Something is added to all tokens between their blocks.
+    _row("Flux", *_FLUX),
+    _row("Chroma", *_FLUX),
+    _row("MMDiT", _SD3, timeline=_THOUSAND, time="timesteps", text=154),  # Stable Diffusion 3
+    _row("QwenImageTransformer2DModel", _QWEN, text=256),
+    # Lumina 2, Z-Image
+    _row("NextDiT", _LUMINA, layout=from_comfy_lumina, time="timesteps", text=256),
+    _row("WanModel", _WAN, layout=from_comfy_video, timeline=_THOUSAND),
     Transformer("VaceWanModel", (_WAN_ALONE,), from_comfy_video, _THOUSAND),
     Transformer("AnimateWanModel", (_WAN_ALONE,), from_comfy_video, _THOUSAND),
     *(

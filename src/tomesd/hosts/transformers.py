@@ -1,21 +1,22 @@
-"""Diffusion transformers of diffusers and ComfyUI: where their regions are, by rows of tables.
+"""Diffusion transformers: what a row of their tables says, and the modules that it names.
 
 Blocks are never rewritten: their arguments are cut and their output is restored.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from torch import nn
 
-from ..regions import Block, Layer, Member, Role, Tokens, TransformerRoot
+from ..layout import Layout
+from ..regions import Along, Block, Coarse, Given, Layer, Member, Role, Tokens, TransformerRoot
+from ..schedule import Timeline
 from ..settings import Settings
-from .names import class_names, is_comfy, parameters
-from .row import Blocks, Transformer
-from .table import TRANSFORMERS
-from .table_comfy import COMFY_TRANSFORMERS
+from .layouts import LATENTS, from_image
+from .names import parameters
 
-__all__ = ["DEFAULTS", "find_row", "name_all", "sites"]
+__all__ = ["DEFAULTS", "Blocks", "Transformer"]
 
 DEFAULTS: dict[str, Any] = {
     "target": "stack",
@@ -26,52 +27,138 @@ DEFAULTS: dict[str, Any] = {
 }
 """What options that depend on the kind of model are, unless they are given."""
 
-_BY_NAME = {row.name: row for row in TRANSFORMERS}
-_OF_COMFY = {row.name: row for row in COMFY_TRANSFORMERS}
+_UNET_OPTIONS = (
+    *("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"),
+    *("level_ratios", "kind_ratios"),
+)
+"""Options that mean nothing on a transformer."""
 
 
-def find_row(module: nn.Module) -> Transformer | None:
-    rows = _OF_COMFY if is_comfy(module) else _BY_NAME
-    return next((rows[name] for name in class_names(module) if name in rows), None)
+@dataclass(frozen=True)
+class Blocks:
+    """A list of blocks in a transformer; see `Tokens`."""
+
+    path: str
+    input: str = "hidden_states"
+    output: int | None = None
+    joint: bool = False
+    text: Literal["before", "after", "ragged"] = "before"
+    along: tuple[Along, ...] = ()
+    other: str = "encoder_hidden_states"
+    refused: tuple[str, ...] = ()
+    tokens_first: bool = False
+    after_with: str = ""
+    alone: bool = False
+    """Whether something needs all tokens between the blocks, so that each merges by itself."""
+    anew: str = ""
+    """The entry of the configuration that says how many blocks at the end begin with other tokens,
+    and so are a run of their own."""
+    attention: str = ""
+    """Self-attention of a block, if it takes image tokens only, and can merge on its own."""
+    keys: tuple[Along, ...] | None = None
+    """Arguments of `attention` with a row for each key. None: it needs as many keys as queries."""
+    in_place: bool = False
+    names: tuple[str, ...] = ()
+    """Parameters of a block, where its forward does not name them."""
+
+    def tokens(self, block: nn.Module) -> Tokens:
+        said = {field.name: getattr(self, field.name) for field in fields(Tokens)}
+        return Tokens(**{**said, "names": self.names or tuple(parameters(block))})
+
+    def runs(self, model: Any) -> list[list[nn.Module]]:
+        """The blocks of the list, in runs that hand their tokens on from one to the next."""
+        blocks = list(getattr(model, self.path))
+        end = len(blocks) - (model.config[self.anew] if self.anew else 0)
+        return [run for run in (blocks[:end], blocks[end:]) if run]
+
+    def sites(
+        self, block: nn.Module, settings: Settings, first: bool, last: bool
+    ) -> Iterator[tuple[nn.Module, Role]]:
+        """A block, or a layer in it, with their roles.
+
+        Args:
+            first, last: whether it is the first or the last in its run on merged tokens.
+        """
+        tokens = self.tokens(block)
+        if settings.whole_blocks:
+            alone = self.alone or settings.target == "block"
+            yield block, Member(tokens, first or alone, last or alone, reusable=True)
+        elif self.attention:
+            layer = getattr(block, self.attention)
+            names = tuple(parameters(layer))
+            along = tuple(a for a in self.along if a.name in names or "kwargs" in names)
+            along = along if settings.target == "attn" else self.keys or ()
+            inside = Tokens(names, names[0], along=along, refused=self.refused)
+            yield layer, Layer(inside, "attn", "encoder_hidden_states")
+            yield block, Block(tokens)
 
 
-def name_all() -> str:
-    """The supported transformers, for people to read."""
-    names = [row.name for row in TRANSFORMERS if not row.reason]
-    short = [name.removesuffix("Model").removesuffix("Transformer2D") for name in names]
-    short = [name.removesuffix("Transformer3D").removesuffix("Transformer") for name in short]
-    comfy = [row.name for row in COMFY_TRANSFORMERS if not row.reason]
-    return (
-        f"diffusion transformers of Diffusers ({', '.join(short)}) and of ComfyUI "
-        f"({', '.join(comfy)})"
-    )
+@dataclass(frozen=True)
+class Transformer:
+    """What is to be known of one class of models."""
 
+    name: str
+    """Of the class."""
+    lists: tuple[Blocks, ...] = ()
+    layout: Callable[[Any, Given], Layout] = from_image
+    timeline: Timeline | Callable[[Any], Timeline] | None = None
+    """How its times run, for all models or for one. None: as the scheduler says."""
+    time: str = "timestep"
+    between: tuple[str, ...] = ()
+    """Arguments that add something to all tokens between the blocks, or pass blocks by."""
+    coarse: Coarse | None = None
+    """How it is run on a coarser image, if that is known."""
+    text: int = 512
+    """Tokens that its pipeline makes of a text, for example inputs."""
+    reason: str = ""
+    """Why tokens cannot be merged in it."""
 
-def sites(
-    model: nn.Module, row: Transformer, settings: Settings
-) -> Iterator[tuple[nn.Module, Role]]:
-    """The blocks that merge and the model itself, with their roles."""
-    runs = [(part, blocks) for part in row.lists for blocks in _runs(model, part)]
-    chosen = _within(settings.depth, sum(len(blocks) for _, blocks in runs))
-    before = 0
-    for part, blocks in runs:
-        run = [block for i, block in enumerate(blocks, before) if i in chosen]
-        before += len(blocks)
-        for block in run:
-            alone = part.alone or settings.target == "block"
-            first, last = block is run[0] or alone, block is run[-1] or alone
-            yield from _block_sites(block, part, settings, first, last)
-    names = tuple(parameters(model))
-    paths = tuple(part.path for part in row.lists)
-    root = TransformerRoot(names, row.time, row.layout, row.between, paths, len(chosen), row.coarse)
-    yield model, root
+    @property
+    def flow(self) -> bool:
+        """Whether all models of the class are known to go straight from noise to image."""
+        return isinstance(self.timeline, Timeline) and self.timeline.flow
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        attention = any(part.attention for part in self.lists)
+        keys = any(part.keys is not None for part in self.lists)
+        return ("stack", "block", *["attn"] * attention, *["kv"] * keys)
 
-def _runs(model: Any, part: Blocks) -> list[list[nn.Module]]:
-    """The blocks of a list, in runs that hand their tokens on from one to the next."""
-    blocks = list(getattr(model, part.path))
-    end = len(blocks) - (model.config[part.anew] if part.anew else 0)
-    return [run for run in (blocks[:end], blocks[end:]) if run]
+    def check_options(self, settings: Settings) -> None:
+        """Refuses options that mean nothing on this model."""
+        latent = LATENTS[self.layout]
+        settings.refuse(_UNET_OPTIONS, self.name)
+        if settings.target not in (None, *self.targets):
+            allowed = ", ".join(map(repr, self.targets))
+            raise ValueError(f"target={settings.target!r}: a {self.name} allows one of {allowed}")
+        if settings.st != 1 and not latent.frames:
+            settings.refuse(["st"], self.name, ": it has no frames")
+        if not latent.references:
+            settings.refuse(["reference_ratio"], self.name, ": it takes no reference images")
+        if settings.coarse and self.coarse is None:
+            settings.refuse(["coarse"], self.name)
+        if settings.metric == "keys":
+            settings.refuse(["metric"], self.name)
+        if settings.metric == "clean" and not self.flow:
+            raise ValueError(f"metric='clean': a {self.name} is no rectified flow")
+        if isinstance(settings.protect, str):
+            raise ValueError(
+                f"protect={settings.protect!r}: a {self.name} allows a mask [h, w] only"
+            )
+
+    def sites(self, model: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
+        """The blocks that merge and the model itself, with their roles."""
+        runs = [(part, run) for part in self.lists for run in part.runs(model)]
+        chosen = _within(settings.depth, sum(len(run) for _, run in runs))
+        before = 0
+        for part, blocks in runs:
+            run = [block for i, block in enumerate(blocks, before) if i in chosen]
+            before += len(blocks)
+            for block in run:
+                yield from part.sites(block, settings, block is run[0], block is run[-1])
+        names, paths = tuple(parameters(model)), tuple(part.path for part in self.lists)
+        kept = (self.time, self.layout, self.between, paths, len(chosen), self.coarse)
+        yield model, TransformerRoot(names, *kept)
 
 
 def _within(depth: tuple[float, float] | None, blocks: int) -> range:
@@ -82,20 +169,3 @@ def _within(depth: tuple[float, float] | None, blocks: int) -> range:
     if not inside:
         raise ValueError(f"depth={depth!r}: holds none of the {blocks} blocks of this model")
     return range(inside[0], inside[-1] + 1)
-
-
-def _block_sites(
-    block: nn.Module, part: Blocks, settings: Settings, first: bool, last: bool
-) -> Iterator[tuple[nn.Module, Role]]:
-    tokens = part.tokens(block)
-    if settings.whole_blocks:
-        yield block, Member(tokens, first, last, reusable=True)
-        return
-    if part.attention:
-        layer = getattr(block, part.attention)
-        names = tuple(parameters(layer))
-        along = tuple(a for a in part.along if a.name in names or "kwargs" in names)
-        along = along if settings.target == "attn" else part.keys or ()
-        inside = Tokens(names, names[0], along=along, refused=part.refused)
-        yield layer, Layer(inside, "attn", "encoder_hidden_states")
-        yield block, Block(tokens)

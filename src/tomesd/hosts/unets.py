@@ -16,18 +16,15 @@ from ..settings import Settings
 from .names import class_names, parameters
 
 __all__ = [
-    "BLOCK",
     "DEFAULTS",
     "NAMES",
-    "block_sites",
     "check_reuse",
-    "deep_sites",
     "fill_settings",
+    "is_block",
     "is_root",
     "is_stack",
-    "root_role",
     "runs",
-    "stack_sites",
+    "sites",
 ]
 
 NAMES = (
@@ -47,7 +44,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """What options that depend on the kind of model are, unless they are given."""
 
-BLOCK = "BasicTransformerBlock"
+_BLOCK = "BasicTransformerBlock"
 
 # Classes that hold the blocks: name to where they keep the side of the patch that becomes a token
 # (None: each pixel of the feature map is one). They take the feature map as their first argument.
@@ -102,6 +99,10 @@ _COARSE = "UNet2DConditionModel"
 _TIMESTEPS = ("timestep", "timesteps")
 
 
+def is_block(module: nn.Module) -> bool:
+    return _BLOCK in class_names(module)
+
+
 def is_stack(module: nn.Module) -> bool:
     return any(name in _STACKS for name in class_names(module))
 
@@ -109,11 +110,6 @@ def is_stack(module: nn.Module) -> bool:
 def is_root(module: nn.Module) -> bool:
     """Whether a model receives the timestep."""
     return any(name in _TIMESTEPS for name in parameters(module))
-
-
-def root_role(module: nn.Module) -> UNetRoot:
-    names = parameters(module)
-    return UNetRoot(tuple(names), next(name for name in names if name in _TIMESTEPS))
 
 
 def check_reuse(settings: Settings, model: str) -> None:
@@ -133,7 +129,23 @@ def fill_settings(asked: Settings, module: nn.Module) -> Settings:
     return settings
 
 
-def deep_sites(module: Any, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
+def sites(module: nn.Module, settings: Settings, rooted: bool) -> Iterator[tuple[nn.Module, Role]]:
+    """The modules with a role in a UNet, or in a part of one.
+
+    Args:
+        rooted: whether it receives the timestep.
+    """
+    if is_block(module):
+        yield from _block_sites(module, settings)
+        return
+    yield from _stack_sites(module, settings)
+    yield from _deep_sites(module, settings)
+    if rooted:
+        names = tuple(parameters(module))
+        yield module, UNetRoot(names, next(name for name in names if name in _TIMESTEPS))
+
+
+def _deep_sites(module: Any, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
     """What lies below the finest level of a UNet, if steps are to leave it out."""
     if settings.reuse is None or not _has_levels(module):
         return
@@ -151,13 +163,13 @@ def _has_levels(module: Any) -> bool:
     return any(name in _LEVELLED for name in class_names(module)) and len(module.up_blocks) > 1
 
 
-def stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
+def _stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
     """The stacks in a model, and what is in them: modules and their roles."""
     for stack, blocks, patch_size in runs(module):
         together = settings.target == "stack" and not hasattr(stack, _INTERLEAVED)
         for block in blocks:
             first, last = block is blocks[0] or not together, block is blocks[-1] or not together
-            yield from block_sites(block, settings, first, last, reusable=stack is module)
+            yield from _block_sites(block, settings, first, last, reusable=stack is module)
         attention = getattr(blocks[0], _ATTENTION, None)
         channels = getattr(getattr(attention, "to_q", None), "in_features", 0)
         input = parameters(stack)[0]
@@ -174,12 +186,12 @@ def runs(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], int]]:
     for stack in module.modules():
         blocks = getattr(stack, "transformer_blocks", None)
         if is_stack(stack) and blocks is not None:
-            found = [block for block in blocks.modules() if BLOCK in class_names(block)]
+            found = [block for block in blocks.modules() if is_block(block)]
             if found:
                 yield stack, found, _patch_size(stack)
 
 
-def block_sites(
+def _block_sites(
     block: nn.Module,
     settings: Settings,
     first: bool = True,
@@ -244,20 +256,14 @@ def check_options(settings: Settings, module: nn.Module) -> None:
     model = type(module).__name__
     if settings.metric == "clean":
         raise ValueError(f"metric='clean': a {model} is no rectified flow")
-    for name in ("depth", "st", "reference_ratio"):
-        value = getattr(settings, name)
-        if value is not None:
-            raise ValueError(
-                f"{name}={value!r}: means nothing on a {model}, only on diffusion transformers"
-            )
+    of_transformers = ("depth", "st", "reference_ratio")
+    settings.refuse(of_transformers, model, ", only on diffusion transformers")
     if settings.coarse and not (_COARSE in class_names(module) and is_root(module)):
-        raise ValueError(f"coarse={settings.coarse!r}: means nothing on a {model}")
+        settings.refuse(["coarse"], model)
     # A ControlNet always runs: the model that it controls takes all that it gives.
     if settings.reuse is None or _has_levels(module) or "ControlNet" in model:
         return
     if not is_stack(module) or not is_root(module):
-        raise ValueError(
-            f"reuse={settings.reuse!r}: means nothing on a {model}, only on UNets of diffusers "
-            "that have several levels, and on diffusion transformers"
-        )
+        levels = "UNets of diffusers that have several levels"
+        settings.refuse(["reuse"], model, f", only on {levels}, and on diffusion transformers")
     check_reuse(settings, model)

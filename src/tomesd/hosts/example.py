@@ -1,15 +1,19 @@
 """One call of a model that only its shapes matter of, and tensors for it."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["PIXELS_PER_LATENT", "Example"]
+__all__ = ["Example", "Rule"]
 
-PIXELS_PER_LATENT = 8
+_PIXELS_PER_LATENT = 8
+
+Rule = str | Callable[["Example"], Any]
+"""What to give for an argument: data of a shape (see `Example.data`), or what a function says."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,15 @@ class Example:
         return self.height // 2, self.width // 2
 
     @property
+    def size(self) -> tuple[int, int]:
+        return self.height, self.width
+
+    @property
+    def pixels(self) -> tuple[int, int]:
+        """Height and width of the picture."""
+        return self.height * _PIXELS_PER_LATENT, self.width * _PIXELS_PER_LATENT
+
+    @property
     def tokens(self) -> int:
         """Tokens of one frame."""
         return math.prod(self.grid)
@@ -45,6 +58,25 @@ class Example:
     @property
     def frames_of_tokens(self) -> int:
         return -(-self.frames // (self.patch_size_t or 1))
+
+    @property
+    def whole_frames(self) -> int:
+        """As many frames as make whole tokens."""
+        return self.frames_of_tokens * (self.patch_size_t or 1)
+
+    @property
+    def video_tokens(self) -> int:
+        """Where each latent pixel is a token."""
+        return self.frames * self.height * self.width
+
+    @property
+    def visual_channels(self) -> int:
+        """Behind the channels, those of a picture that is given and of where it is."""
+        return self.in_visual_dim * 2 + 1 if self.visual_cond else self.in_visual_dim
+
+    def make(self, rule: Rule) -> Any:
+        """What a rule says; None if the model has no such thing."""
+        return self.data(rule) if isinstance(rule, str) else rule(self)
 
     def data(self, shape: str) -> Tensor | None:
         """Data `[B, ...]`; None if the model has no such axis.
@@ -59,7 +91,8 @@ class Example:
     def _size(self, axis: str) -> Any:
         if axis.isdecimal():
             return int(axis)
-        return next((size for name in axis.split("|") if (size := getattr(self, name))), None)
+        size = next((size for name in axis.split("|") if (size := getattr(self, name))), None)
+        return size[0] if isinstance(size, tuple | list) else size  # one for each level
 
     def tensor(self, *shape: Any) -> Tensor:
         """Data `[B, ...]`."""

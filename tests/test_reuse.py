@@ -341,7 +341,7 @@ def test_it_is_described() -> None:
     told = str(tomesd.describe(model, 64, 64))
     for words in (
         "nothing is merged; coarse up",
-        "one step in 4 runs the whole model, from progress 0.35",
+        "one step in 6 runs the whole model, from progress 0.35",
     ):
         assert words in told
 
@@ -352,7 +352,7 @@ def test_it_is_described() -> None:
         # Of ten steps: w is whole, c is coarse, - is left out.
         ("quality", "www-w-w-ww"),
         ("balanced", "www-w-w-ww"),
-        ("fast", "ccccw-w-ww"),
+        ("fast", "ccccw--w-w"),
     ],
 )
 def test_presets_of_transformers_leave_steps_out(preset: Any, expected: str) -> None:

@@ -41,13 +41,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 # that is as good; merging tokens does neither: see the same document.
 TRANSFORMER_PRESETS: dict[str, dict[str, Any]] = {
     "quality": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.25, "reuse_within": 0.15},
-    "balanced": {"ratio": 0.0, "reuse": 3, "reuse_start": 0.25, "reuse_within": 0.15},
+    "balanced": {
+        **{"ratio": 0.0, "depth": (0.0, 1.0)},
+        **{"reuse": 3, "reuse_start": 0.25, "reuse_within": 0.15},
+    },
     "fast": {
         **{"ratio": 0.0, "coarse": 0.35, "depth": (0.0, 1.0)},
-        **{"reuse": 4, "reuse_start": 0.35, "reuse_within": 0.15},
+        **{"reuse": 6, "reuse_start": 0.35, "reuse_within": 0.2},
     },
 }
-WITHOUT_COARSE: dict[str, Any] = {"coarse": None, "reuse_start": 0.25}
+WITHOUT_COARSE: dict[str, Any] = {"coarse": None, "reuse": 4, "reuse_start": 0.25}
 """What `fast` does instead on transformers that cannot be run on a coarser image."""
 
 BEST: dict[str, Preset] = {"unet": "fast", "transformer": "balanced"}

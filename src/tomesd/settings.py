@@ -196,7 +196,7 @@ class Settings:
 
     reuse_within: float | None = None
     """With `reuse`: use a result for at most this part of the way, however few steps there are.
-    `None` sets no limit; the presets set 0.15, so that of four steps none is left out."""
+    `None` sets no limit; the presets set 0.15 or 0.2, so that of four steps none is left out."""
 
     extrapolate: bool = False
     """With `reuse`: carry on how the last two results differed, instead of using the last one."""

@@ -10,18 +10,6 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "SIDE",
-    "FlowStep",
-    "VarianceStep",
-    "average",
-    "enlarge",
-    "flow_level",
-    "pack",
-    "unpack",
-    "variance_share",
-]
-
 SIDE = 2
 """Of the squares of latent pixels that become one."""
 

@@ -7,8 +7,6 @@ but they import the compiler, which takes seconds, only to set these flags.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["constant_when_traced", "never_traced"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from .machine import Machine
 
-__all__ = ["Verdict", "Work", "compare", "expect"]
-
 
 @dataclass(frozen=True)
 class Work:

@@ -4,8 +4,6 @@ from .kernels import Cells
 from .selectors import SELECTORS
 from .settings import Settings
 
-__all__ = ["level_merges", "level_of", "removable"]
-
 
 def removable(settings: Settings, cells: Cells, ratio: float) -> int:
     """Tokens that a ratio removes."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .compiler import constant_when_traced
 
-__all__ = ["MOST", "Kept"]
-
 MOST = 1024
 """Tensors that a thread keeps; of more, those go that were not used for longest."""
 

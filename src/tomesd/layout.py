@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .state import Grid
 
-__all__ = ["Layout", "LayoutPart"]
-
 
 @dataclass(frozen=True)
 class LayoutPart:

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["angle_to_mean", "mask_on_grid", "most_guided"]
-
 
 def angle_to_mean(x: Tensor) -> Tensor:
     """How similar each token is to the mean token of its image, as a direction.

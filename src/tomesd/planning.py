@@ -15,16 +15,6 @@ from .plan import MergePlan, join
 from .state import Call, Patch, Scope, Segment
 from .volume import plan_tokens
 
-__all__ = [
-    "expect_clean",
-    "find_plan",
-    "load_kernels",
-    "make_plan",
-    "note_guidance",
-    "note_output",
-    "recall_guidance",
-]
-
 
 def find_plan(
     scope: Scope, block: nn.Module, x: Tensor, segments: tuple[Segment, ...]

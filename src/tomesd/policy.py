@@ -15,8 +15,6 @@ from .settings import Settings
 from .state import Call, Decision, Grid, LeftAlone, Segment, tokens_removed
 from .volume import Volume
 
-__all__ = ["decide", "decide_layout", "explain_nothing"]
-
 _Answer = TypeVar("_Answer")
 
 Segments = dict[tuple[str, ...], tuple[Segment, ...]]

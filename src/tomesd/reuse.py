@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .state import Call
 
-__all__ = ["LastResult", "use_or_keep"]
-
 
 def use_or_keep(call: Call, name: str, x: Tensor, y: Tensor) -> Tensor:
     """The output of a region that adds to its tokens, at a step that runs it or reuses it.

@@ -15,8 +15,6 @@ from .selectors import Selector
 from .settings import Settings
 from .state import Call, LeftAlone, Segment, tokens_removed
 
-__all__ = ["Change", "expectation", "judge"]
-
 _log = logging.getLogger("tomesd")
 
 

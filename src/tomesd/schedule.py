@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .settings import Settings
 
-__all__ = ["Shift", "Timeline", "ratio_at", "stage_at"]
-
 # Every ratio makes another number of tokens, and so other shapes to allocate and compile for.
 _TWENTIETH = 20
 

@@ -16,8 +16,6 @@ from . import kernels
 from .kernels import Cells, Draw, Lists, Request, reference
 from .plan import MergePlan
 
-__all__ = ["SELECTORS", "Selector", "bipartite", "grid", "kmeans", "plan_flops"]
-
 
 class Selector(ABC):
     """Makes plans. Instances have no state: what differs is what they are."""

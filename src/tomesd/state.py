@@ -30,23 +30,6 @@ from .settings import MergeWarning, Settings
 from .steps import Moment, Steps
 from .volume import Volume
 
-__all__ = [
-    "Call",
-    "Cut",
-    "Decision",
-    "Grid",
-    "LeftAlone",
-    "OpenRegion",
-    "Patch",
-    "Scope",
-    "Segment",
-    "current_scope",
-    "is_idle",
-    "refuse_outside",
-    "run_inside",
-    "tokens_removed",
-]
-
 Grid = tuple[int, int, int]
 """Frames, rows and columns of tokens. An image has one frame."""
 

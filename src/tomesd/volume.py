@@ -9,8 +9,6 @@ from torch import Tensor
 from .kernels import Cells
 from .plan import MergePlan, join
 
-__all__ = ["FrameGroups", "Volume", "plan_tokens"]
-
 
 @dataclass(frozen=True)
 class FrameGroups:

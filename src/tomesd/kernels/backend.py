@@ -16,8 +16,6 @@ from .cells import Cells
 from .lists import Lists
 from .request import Request
 
-__all__ = ["launch", "load_fast", "use_triton"]
-
 # The compute capability that NVIDIA's GPUs need for each dtype.
 _NEEDED = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (7, 0)}
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Cells"]
-
 # More scores of sources and destinations do not fit into the registers of a program.
 _MOST_SOURCES = 128
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .cells import Cells
 
-__all__ = ["MASK", "MULTIPLIERS", "Draw", "draw_key", "draw_offsets"]
-
 MASK = 0x7FFFFFFF  # 31 bits: with a 27-bit multiplier no product overflows int64
 MULTIPLIERS = (0x45D9F3B, 0x2C1B3C6D >> 4, 0x297A2D39 >> 4)
 

@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Lists", "list_members"]
-
 
 class Lists(NamedTuple):
     """Which tokens are in which slot; see `MergePlan`."""

@@ -9,8 +9,6 @@ from torch import Tensor
 from .lists import Lists
 from .request import Request
 
-__all__ = ["WRITTEN", "flatten", "opaque_operator"]
-
 WRITTEN = ("slot", "order", "span", "clock")
 """Arguments that these operators write to."""
 

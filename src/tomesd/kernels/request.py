@@ -10,8 +10,6 @@ from .cells import Cells
 from .draw import Draw
 from .lists import Lists
 
-__all__ = ["Clock", "Request"]
-
 
 @dataclass(frozen=True)
 class Clock:

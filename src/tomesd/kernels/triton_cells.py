@@ -12,8 +12,6 @@ from .cells import Cells
 from .draw import MASK, MULTIPLIERS
 from .triton_launch import power_of_2
 
-__all__ = ["cells_in", "dst_token", "inverse_length", "src_token", "window_tile"]
-
 _MASK = tl.constexpr(MASK)
 _M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 

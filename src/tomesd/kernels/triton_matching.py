@@ -22,8 +22,6 @@ from .triton_choosing import choose_sources
 from .triton_launch import jit_at_any_step, power_of_2, quickly
 from .triton_search import search
 
-__all__ = ["match_tokens", "match_tokens_op"]
-
 
 @jit_at_any_step
 def _tick(clock, timestep, refresh, times, BLOCK: tl.constexpr):

@@ -19,8 +19,6 @@ from . import reference
 from .lists import Lists
 from .triton_launch import blocks, quickly
 
-__all__ = ["slot_gather", "slot_mean", "slot_mean_op", "slot_restore"]
-
 
 @triton.jit
 def _slot_mean(

@@ -23,8 +23,6 @@ from ..state import (
 from .role import Inner, Role
 from .tokens import Tokens
 
-__all__ = ["Block", "Member"]
-
 
 @dataclass(frozen=True)
 class _AnyBlock(Role):

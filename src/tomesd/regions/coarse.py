@@ -13,8 +13,6 @@ from ..schedule import Timeline
 from ..state import Grid
 from .given import Given
 
-__all__ = ["Coarse", "coarse_unet", "unet_obstacle"]
-
 
 @dataclass(frozen=True)
 class Coarse:

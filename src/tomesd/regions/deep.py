@@ -10,8 +10,6 @@ from ..reuse import LastResult
 from ..state import Patch, current_scope
 from .role import Inner, Role
 
-__all__ = ["Deep"]
-
 
 @dataclass(frozen=True)
 class Deep(Role):

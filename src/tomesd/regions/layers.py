@@ -11,8 +11,6 @@ from ..state import Patch, Scope, current_scope, run_inside
 from .role import Inner, Role
 from .tokens import Tokens
 
-__all__ = ["Layer", "Norm", "Projection"]
-
 
 @dataclass(frozen=True)
 class Norm(Role):

@@ -18,8 +18,6 @@ from .coarse import Coarse, coarse_unet, unet_obstacle
 from .given import Given
 from .role import Inner, Role
 
-__all__ = ["Stack", "TransformerRoot", "UNetRoot", "fullness", "score_heads"]
-
 
 @dataclass(frozen=True)
 class _Root(Role):

@@ -9,8 +9,6 @@ from torch import nn
 
 from ..state import Patch
 
-__all__ = ["Inner", "Role"]
-
 Inner = Callable[..., Any]
 
 

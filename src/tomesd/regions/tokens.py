@@ -10,8 +10,6 @@ from torch import Tensor
 from ..plan import MergePlan, Rows
 from ..state import Cut, Decision
 
-__all__ = ["Along", "Tokens", "take_item"]
-
 
 @dataclass(frozen=True)
 class Along:

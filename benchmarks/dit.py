@@ -34,13 +34,12 @@ from tomesd.bench.models import random_model, shared_copy
 from tomesd.bench.modes import EAGER, GRAPH, Graph, raise_compile_limits, warm_up
 from tomesd.bench.rows import Row
 from tomesd.generation.memory import MemoryProbe
-from tomesd.grids import removable
 from tomesd.hosts import find_models
 from tomesd.patch import patch_of
 from tomesd.planning import make_plan
-from tomesd.selectors import bipartite
+from tomesd.segments import cut_grid, plan_segments
+from tomesd.selectors import bipartite, removable
 from tomesd.state import Patch
-from tomesd.volume import Volume, plan_tokens
 
 SIDES = (32, 64, 128, 256, 512)
 CHANNELS = (3072, 5120)
@@ -217,9 +216,9 @@ def matching_rows(device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
 
 def make_volume_plan(x: Tensor, grid: tuple[int, int, int], *, st: int) -> Any:
     settings = tomesd.Settings()
-    volume = Volume.of(grid, settings.sy, settings.sx, st, settings.search)
-    removes = [removable(settings, part.cells, 0.5) for part in volume.parts]
-    return plan_tokens(partial(bipartite, backend="auto"), x, volume, removes)
+    remove = partial(removable, settings, ratio=0.5)
+    parts = cut_grid(grid, settings.sy, settings.sx, st, settings.search, remove)
+    return plan_segments(x, parts, lambda x, cells, remove, _: bipartite(x, cells, remove))
 
 
 class Models:

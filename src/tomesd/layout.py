@@ -43,6 +43,16 @@ class Layout:
     def tokens(self) -> int:
         return sum([part.tokens for part in self.parts])
 
+    @property
+    def first(self) -> int | None:
+        """Tokens before those of the grid; None: they are left alone."""
+        before = 0
+        for part in self.parts:
+            if part.grid == self.grid:
+                return before
+            before += part.tokens
+        return None
+
     def left_alone(self) -> "Layout":
         """The same for a call in which no token may merge."""
         return replace(self, parts=(LayoutPart(self.tokens),))

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import kernels
 from .kernels import Cells, Draw, Lists, Request, reference
 from .plan import MergePlan
+from .settings import Settings
 
 
 class Selector(ABC):
@@ -290,6 +291,14 @@ bipartite, kmeans, grid = Bipartite(), KMeans(), Grid()
 
 SELECTORS: dict[str, Selector] = {one.name: one for one in (bipartite, kmeans, grid)}
 """By name, as `settings.selector` says it."""
+
+
+def removable(settings: Settings, cells: Cells, ratio: float) -> int:
+    """Tokens that a ratio removes from an image."""
+    # Attention that is not fused is much slower where its scores are no multiple of 16 bytes. The
+    # window of the paper means its numbers too, and of few tokens, a few more are many.
+    exact = settings.window == 0 or cells.tokens < 512
+    return SELECTORS[settings.selector].removable(cells, ratio, multiple=1 if exact else 8)
 
 
 def plan_flops() -> dict[Any, Callable[..., int]]:

@@ -7,42 +7,33 @@ can be kept and entered again later, which is what gradient checkpointing needs.
 """
 
 import threading
-import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .compiler import constant_when_traced, never_traced
-from .cost import Verdict
+from .compiler import Named, constant_when_traced, find_named
 from .kept import Kept
 from .outline import Outline
 from .plan import MergePlan
 from .proportional import Proportion
-from .schedule import Timeline, ratio_at, stage_at
+from .rule import LeftAlone, Verdict
+from .schedule import Timeline
+from .segments import Segment, tokens_removed
 from .selectors import SELECTORS, Selector
 from .settings import MergeWarning, Settings
 from .steps import Moment, Steps
-from .volume import Volume
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of tokens. An image has one frame."""
 
-LeftAlone = Literal["", "not faster", "pays in CUDA graphs only", "attention is cached"]
-"""Why blocks are not merged that could be: merging costs more than it saves, or does so because the
-host has to launch the kernels; or a cache keeps what attention gave for later steps, at which other
-tokens are merged. Empty: they are merged."""
-
-_patches: "WeakValueDictionary[str, Patch]" = WeakValueDictionary()
-
 
 @dataclass(eq=False)
-class Patch:
+class Patch(Named):
     """What all patched modules of one model share."""
 
     settings: Settings
@@ -71,15 +62,13 @@ class Patch:
     """Shapes of tokens that kernels have been loaded for ahead of time."""
     warned: set[str] = field(default_factory=set)
     steps: Steps = field(default_factory=Steps)
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """By which functions find it that are constant to the compiler, and take constants alone."""
 
     def __post_init__(self) -> None:
+        super().__init__()
         self.selector = SELECTORS[self.settings.selector]
         self.by_selector = {
             name: replace(self.settings, selector=name) for name in self.settings.selectors
         }
-        _patches[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = (self.settings, self.asked, self.rooted, self.timeline, self.blocks, self.outline)
@@ -88,94 +77,13 @@ class Patch:
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)
 
-    def read_time(
-        self, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str = ""
-    ) -> tuple[Settings, float, Moment | None, bool]:
-        """The settings and the ratio at a timestep, what the call does if regions are reused, and
-        whether it is made coarse.
-
-        Args:
-            timestep: a number, or a tensor `[]` or `[T]`.
-            size: of the latents: items, tokens of each, and whatever else tells images apart.
-            apart: see `Call`; nothing is reused then.
-            obstacle: why the call cannot be made coarse, if it cannot.
-        """
-        said = _read_time(self.name, timestep, size, apart, obstacle)
-        if said == _COARSE:
-            return self.settings, 0.0, None, True
-        ratio, selector, *moment = said.split()
-        settings = self.by_selector[selector]
-        if not moment:
-            return settings, float(ratio), None, False
-        return settings, float(ratio), Moment(*map(int, moment)), False  # type: ignore[arg-type]
-
 
 @constant_when_traced  # so compiled models warn too
 def _warn_once(name: str, message: str) -> None:
-    patch = _patches[name]
+    patch: Patch = find_named(name)
     if message not in patch.warned:
         patch.warned.add(message)
         warnings.warn(message, MergeWarning, stacklevel=2)
-
-
-_COARSE = "coarse"
-
-
-# The compiler compiles what follows for each answer, which comes as words because numbers that
-# change would become variables.
-@never_traced(
-    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse, coarse), which "
-    "no graph can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
-    "torch.compile"
-)
-def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str) -> str:
-    patch = _patches[name]
-    if isinstance(timestep, Tensor):
-        if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "schedule, start, end, tau, reuse, coarse: what is merged depends on the timestep, "
-                "which a CUDA graph cannot read; capture a graph for each ratio"
-            )
-        times = patch.timeline.noisiest(timestep).flatten().tolist()  # waits for the device
-        timestep = sum(times) / len(times)
-    time, settings, timeline = float(timestep), patch.settings, patch.timeline
-    progress = timeline.progress(time, size[1])
-    if settings.is_coarse(progress):
-        if not obstacle:
-            patch.steps.restart()
-            return _COARSE
-        patch.warn_once(f"tomesd runs steps on all tokens that coarse would make fewer: {obstacle}")
-    ratio = f"{ratio_at(time, settings, timeline, size[1])!r} {stage_at(progress, settings)[0]}"
-    if settings.reuse is None:
-        return ratio
-    if apart:
-        patch.steps.ran = {}
-        patch.warn_once(
-            "tomesd reuses nothing while gradients are wanted, or something else needs every block "
-            "(a ControlNet, a cache of blocks)"
-        )
-        return ratio
-    if patch.steps.enter(-time if timeline.rises else time, progress, size):
-        patch.kept.forget("reuse_")
-    started = progress >= (settings.reuse_start or 0.0)
-    moment = patch.steps.moment(settings.reuse, started, settings.reuse_within)
-    return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of the image tokens, and how many of it go."""
-
-    tokens: int
-    volume: Volume | None = None
-    """Its frames and cells. None: it is left alone."""
-    removes: tuple[int, ...] = ()
-    """Tokens to remove from each group of frames, for each part of the volume."""
-
-    @property
-    def remove(self) -> int:
-        """Tokens to remove in all."""
-        return 0 if self.volume is None else self.tokens - self.volume.slots(self.removes)
 
 
 @dataclass(eq=False)
@@ -193,6 +101,8 @@ class Decision:
     """Why nothing merges, although something could."""
     level: int = 1
     """How many times smaller than the latent the grid is."""
+    first: int | None = 0
+    """Tokens before those of the image that is made; None: nobody knows."""
     start: Tensor | None = None
     """Where the image's tokens begin in a joint sequence, `[B]`, if items differ in that."""
     number: int = 0
@@ -210,10 +120,6 @@ class Decision:
         if not self.merges:
             return 0
         return max([tokens_removed(parts) for parts in self.segments.values()])
-
-
-def tokens_removed(segments: tuple[Segment, ...]) -> int:
-    return sum([segment.remove for segment in segments])
 
 
 @dataclass(eq=False)
@@ -282,9 +188,11 @@ class Call:
         """Whether the regions of this call do not run."""
         return self.moment is not None and self.moment.reuses
 
-    @property
-    def merged(self) -> bool:
-        return any(decision.remove > 0 for decision in self.decisions)
+    def times(self, batch: int) -> Tensor | None:
+        """The timesteps of a batch: one for all of its items, or one for each."""
+        if self.timestep is not None and batch % self.timestep.numel():
+            return self.timestep.reshape(-1)[:1]
+        return self.timestep
 
 
 @dataclass(eq=False)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning import find_plan, note_output
+from ..metric import note_output
+from ..planning import find_plan
 from ..policy import decide
 from ..reuse import use_or_keep
 from ..state import (

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..coarse import SIDE
 from ..layout import Layout
-from ..planning import expect_clean, load_kernels, note_guidance, recall_guidance
-from ..policy import decide, decide_layout, explain_nothing
+from ..metric import expect_clean, note_guidance, recall_guidance
+from ..planning import load_kernels
+from ..policy import decide, decide_layout, explain_nothing, read_time
 from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
 from .coarse import Coarse, coarse_unet, unet_obstacle
 from .given import Given
@@ -48,16 +49,15 @@ class _Root(Role):
         call = Call(patch, patch.settings, size, _on_device(value, latent.device, patch))
         call.apart = apart
         if patch.settings.changes and value is not None:
-            sizes = (latent.shape[0], tokens, *size)
-            now = patch.read_time(value, sizes, apart, obstacle)
-            call.settings, call.ratio, call.moment, call.coarse = now
+            read_time(call, value, tokens, latent.shape[0], obstacle)
         return call
 
     def finish_call(self, call: Call) -> None:
         patch = call.patch
         if not torch.compiler.is_compiling():
             patch.decisions = tuple(call.decisions)
-        if call.settings.active and call.ratio != 0 and not call.merged:
+        merged = any(decision.remove > 0 for decision in call.decisions)
+        if call.settings.active and call.ratio != 0 and not merged:
             patch.warn_once(explain_nothing(call))
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..coarse import SIDE
 from ..layout import Layout
 from ..metric import expect_clean, note_guidance, recall_guidance
 from ..planning import load_kernels
 from ..policy import decide, decide_layout, explain_nothing, read_time
 from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
-from .coarse import Coarse, coarse_unet, unet_obstacle
+from .coarse import SIDE, Coarse, coarse_unet, unet_obstacle
 from .given import Given
 from .role import Inner, Role
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from .cells import Cells
-from .lists import Lists, list_members
-from .request import Request
+from .request import Lists, Request, list_members
 
 
 def match_tokens(metric: Tensor, request: Request, lists: Lists) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
-from .lists import Lists
+from .request import Lists
 from .triton_launch import blocks, quickly
 
 

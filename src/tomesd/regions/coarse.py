@@ -16,7 +16,7 @@ from torch import Tensor
 from ..layout import Layout
 from ..schedule import Timeline
 from ..state import Grid
-from .given import Given
+from .role import Given
 
 SIDE = 2
 """Of the squares of latent pixels that become one."""

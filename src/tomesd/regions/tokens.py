@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..plan import MergePlan, Rows
 from ..state import Cut, Decision
+from .role import find_argument, replace_arguments
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,7 @@ class Tokens:
     """Whether the module writes into the tokens it is given."""
 
     def get(self, name: str, args: tuple, kwargs: dict) -> Any:
-        place = self.names.index(name) if name in self.names else len(args)
-        return args[place] if place < len(args) else kwargs.get(name)
+        return find_argument(self.names, name, args, kwargs)
 
     def take(self, args: tuple, kwargs: dict) -> Tensor:
         """The tokens, `[B, N, C]`."""
@@ -149,18 +149,7 @@ class Tokens:
 
     def replaced(self, changes: dict[str, Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with other values for some of them."""
-        if not changes:
-            return args, kwargs
-        if not args:
-            return args, {**kwargs, **changes}
-        known = min(len(self.names), len(args))  # PyTorch 2.8 compiles no zip of unequal lengths
-        values = list(args)
-        for place in range(known):
-            if self.names[place] in changes:
-                values[place] = changes[self.names[place]]
-        by_place = self.names[:known]
-        named = {name: value for name, value in changes.items() if name not in by_place}
-        return tuple(values), {**kwargs, **named}
+        return replace_arguments(self.names, changes, args, kwargs)
 
     def result(self, output: Any) -> Tensor:
         """The tokens in what the module gave."""

@@ -90,13 +90,16 @@ def load_kernels(scope: Scope, features: Tensor, channels: int) -> None:
     Args:
         features: `[B, C, H, W]`, on a GPU.
     """
-    assert scope.decision is not None
-    patch, shape = scope.patch, (features.shape[0], scope.decision.tokens, channels)
-    if torch.compiler.is_compiling() or (shape, features.dtype) in patch.loaded:
-        return
-    patch.loaded.append((shape, features.dtype))
-    x = features.new_zeros(shape)
-    for segments in scope.decision.segments.values():
-        plan = make_plan(scope, nn.Identity(), x, segments)
-        merged = plan.merge(x)
-        plan.restore(x, plan.merge(plan.unmerge(merged)), merged)
+    decision = scope.decision
+    assert decision is not None
+    shape = (features.shape[0], decision.tokens, channels)
+
+    def load() -> None:
+        x = features.new_zeros(shape)
+        for segments in decision.segments.values():
+            plan = make_plan(scope, nn.Identity(), x, segments)
+            merged = plan.merge(x)
+            plan.restore(x, plan.merge(plan.unmerge(merged)), merged)
+
+    if not torch.compiler.is_compiling():
+        scope.patch.once(("kernels", shape, features.dtype), load)

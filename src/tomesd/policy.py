@@ -205,11 +205,7 @@ def _once(call: Call, x: Tensor, question: Any, ask: Callable[[], _Answer]) -> _
     launcher = find_launcher(x.device)
     asked = (call.size, x.shape, x.dtype, x.device, launcher)
     key = (*asked, settings.selector, call.ratio, call.fullness, question)
-    if key not in patch.judged:
-        if len(patch.judged) >= 64:
-            patch.judged.clear()
-        patch.judged[key] = ask(), call.verdict
-    answer, call.verdict = patch.judged[key]
+    answer, call.verdict = patch.once(key, lambda: (ask(), call.verdict))
     return answer
 
 

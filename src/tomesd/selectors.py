@@ -67,10 +67,6 @@ class Selector(ABC):
     def write(self, plan: MergePlan, metric: Tensor, request: Request) -> None:
         """Writes to `plan`, which has `N - request.remove` slots, unless it is still fresh."""
 
-    def removable(self, cells: Cells, ratio: float, multiple: int = 1) -> int:
-        """Tokens that a ratio removes; `multiple`: see `Cells.removable`."""
-        return cells.removable(ratio, even=self.even_windows, multiple=multiple)
-
     @abstractmethod
     def comparisons(self, cells: Cells, remove: int) -> int:
         """Pairs of tokens that are compared to make a plan."""
@@ -298,7 +294,8 @@ def removable(settings: Settings, cells: Cells, ratio: float) -> int:
     # Attention that is not fused is much slower where its scores are no multiple of 16 bytes. The
     # window of the paper means its numbers too, and of few tokens, a few more are many.
     exact = settings.window == 0 or cells.tokens < 512
-    return SELECTORS[settings.selector].removable(cells, ratio, multiple=1 if exact else 8)
+    even = SELECTORS[settings.selector].even_windows
+    return cells.removable(ratio, even=even, multiple=1 if exact else 8)
 
 
 def plan_flops() -> dict[Any, Callable[..., int]]:

@@ -8,7 +8,6 @@ can be kept and entered again later, which is what gradient checkpointing needs.
 
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,8 +46,8 @@ class Patch(Named):
     """Transformer blocks in the model."""
     outline: Outline = field(default_factory=Outline)
     """What the model does, for the rule `when="if_faster"`."""
-    selector: Selector = field(init=False)
-    """What groups tokens, where the schedule names no other."""
+    selector: Selector | None = None
+    """What groups tokens instead of what the settings name."""
     by_selector: dict[str, Settings] = field(init=False)
     """The settings with each of the selectors that the schedule names."""
     observer: "Callable[[Scope, nn.Module, MergePlan], None] | None" = None
@@ -56,16 +55,13 @@ class Patch(Named):
     kept: Kept = field(default_factory=Kept)
     decisions: "tuple[Decision, ...]" = ()
     """Of the last call."""
-    judged: dict[Any, Any] = field(default_factory=dict)
-    """What the rule has said, by what it was asked about."""
-    loaded: "deque[Any]" = field(default_factory=lambda: deque(maxlen=64))
-    """Shapes of tokens that kernels have been loaded for ahead of time."""
+    known: dict[Any, Any] = field(default_factory=dict)
+    """See `once`."""
     warned: set[str] = field(default_factory=set)
     steps: Steps = field(default_factory=Steps)
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.selector = SELECTORS[self.settings.selector]
         self.by_selector = {
             name: replace(self.settings, selector=name) for name in self.settings.selectors
         }
@@ -73,6 +69,14 @@ class Patch(Named):
     def __reduce__(self) -> tuple[Any, ...]:
         own = (self.settings, self.asked, self.rooted, self.timeline, self.blocks, self.outline)
         return Patch, own
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gave when something was first asked for under this key."""
+        if key not in self.known:
+            if len(self.known) >= 64:
+                self.known.clear()
+            self.known[key] = make()
+        return self.known[key]
 
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)
@@ -175,8 +179,7 @@ class Call:
     @property
     def selector(self) -> Selector:
         """What groups tokens in this call."""
-        named = self.settings.selector
-        return self.patch.selector if named == self.patch.settings.selector else SELECTORS[named]
+        return self.patch.selector or SELECTORS[self.settings.selector]
 
     @property
     def cuts_in_common(self) -> list[Cut] | None:

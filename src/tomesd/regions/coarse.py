@@ -160,15 +160,15 @@ class Coarse:
         changes[name] = self._argument([step.small for step in steps], given[name])
         small_levels = Step(latents[0], 1 - levels, levels, "flow").small_s
         changes[time] = _like(timestep, timeline.time(small_levels))
-        given = given.replaced(changes)
-        output = model(*given.args, **given.kwargs)
-
-        sample = _sample(output)
         # Models whose times rise predict the image less the noise.
         sign = -1 if timeline.rises else 1
-        small = self._latents(sample, (frames, h // SIDE, w // SIDE))
-        whole = [sign * step.prediction(sign * v) for step, v in zip(steps, small, strict=True)]
-        return _with_sample(output, self._argument(whole, sample))
+
+        def enlarged(sample: Any) -> Any:
+            small = self._latents(sample, (frames, h // SIDE, w // SIDE))
+            whole = [sign * step.prediction(sign * v) for step, v in zip(steps, small, strict=True)]
+            return self._argument(whole, sample)
+
+        return _call(model, given.replaced(changes), enlarged)
 
     def _latents(self, value: Any, grid: Grid) -> list[Tensor]:
         """Latents `[..., H, W]`: of the batch at once, or one for each of a list."""
@@ -228,20 +228,15 @@ def coarse_unet(given: Given, timeline: Timeline, time: str, model: Callable[...
         given.names[0]: step.small.to(latent.dtype),
         time: _like(timestep, timeline.time_of_share(step.small_s**2).view(share.shape)),
     }
-    given = given.replaced(small)
+    return _call(model, given.replaced(small), lambda x: step.prediction(x).to(x.dtype))
+
+
+def _call(model: Callable[..., Any], given: Given, enlarged: Callable[[Any], Any]) -> Any:
+    """Calls a model, and enlarges the sample in its output."""
     output = model(*given.args, **given.kwargs)
-    sample = _sample(output)
-    return _with_sample(output, step.prediction(sample).to(sample.dtype))
-
-
-def _sample(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple) else output.sample
-
-
-def _with_sample(output: Any, sample: Any) -> Any:
     if isinstance(output, tuple):
-        return (sample, *output[1:])
-    return replace(output, sample=sample)
+        return (enlarged(output[0]), *output[1:])
+    return replace(output, sample=enlarged(output.sample))
 
 
 def _beside(levels: Tensor, value: Any, latents: list[Tensor]) -> list[Tensor]:

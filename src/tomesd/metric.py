@@ -46,11 +46,8 @@ def _keys(patch: Patch, block: nn.Module, x: Tensor) -> Tensor:
 def _protected(scope: Scope, metric: Tensor) -> Tensor:
     """The metric with zeros, which match nothing, for tokens of the image to protect."""
     settings, call = scope.settings, scope.call
-    assert scope.decision is not None
-    first = scope.decision.first
-    if settings.protect is None or first is None:
-        return metric
-    if settings.protect == "guidance" and call.guided is None:
+    first, unknown = scope.decision.first, settings.protect == "guidance" and call.guided is None
+    if settings.protect is None or first is None or unknown:
         return metric
     mask = _mask(scope, metric)
     mask = F.pad(mask, (first, metric.shape[1] - first - mask.shape[1]))

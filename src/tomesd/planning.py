@@ -41,7 +41,6 @@ def make_plan(
 ) -> MergePlan:
     """Makes a plan, in memory that stays if it is to be kept; then only if it is out of date."""
     settings, selector = scope.settings, scope.call.selector
-    assert scope.decision is not None
     key = kernels.draw_key(settings.seed, scope.decision.level) if settings.use_rand else -1
     draw = Draw(scope.call.times(x.shape[0]), key)
 
@@ -90,13 +89,11 @@ def load_kernels(scope: Scope, features: Tensor, channels: int) -> None:
     Args:
         features: `[B, C, H, W]`, on a GPU.
     """
-    decision = scope.decision
-    assert decision is not None
-    shape = (features.shape[0], decision.tokens, channels)
+    shape = (features.shape[0], scope.decision.tokens, channels)
 
     def load() -> None:
         x = features.new_zeros(shape)
-        for segments in decision.segments.values():
+        for segments in scope.decision.segments.values():
             plan = make_plan(scope, nn.Identity(), x, segments)
             merged = plan.merge(x)
             plan.restore(x, plan.merge(plan.unmerge(merged)), merged)

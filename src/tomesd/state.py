@@ -126,6 +126,10 @@ class Decision:
         return max([tokens_removed(parts) for parts in self.segments.values()])
 
 
+OUTSIDE = Decision((0, 0, 0), 0, 0)
+"""Where nothing has been decided yet: in a UNet, outside its stacks of blocks."""
+
+
 @dataclass(eq=False)
 class Cut:
     """Arguments of blocks that lie along the tokens, cut by a plan."""
@@ -221,8 +225,8 @@ class Scope:
     """Where in a call of the model a thread is."""
 
     call: Call
-    decision: Decision | None = None
-    """Inside a stack of blocks: what was decided for it."""
+    decision: Decision = OUTSIDE
+    """What was decided for the blocks around."""
     plans: dict[str, MergePlan] = field(default_factory=dict)
     """Inside a block: what its layers merge by, kind to plan; each layer takes out its own."""
     place: str = ""
@@ -244,12 +248,10 @@ class Scope:
 
     @property
     def grid(self) -> Grid:
-        assert self.decision is not None
         return self.decision.grid
 
     def next_place(self) -> str:
         """Names the block or region that begins to merge, the same at every step."""
-        assert self.decision is not None
         self.decision.merging += 1
         return f"{self.decision.number}_{self.decision.merging - 1}"
 
@@ -271,7 +273,7 @@ def current_scope(patch: Patch) -> Scope | None:
 def is_idle(patch: Patch) -> bool:
     """Whether this thread is in blocks that merge nothing. Quick: most layers ask."""
     scope = _thread.scope
-    if scope is None or scope.decision is None:
+    if scope is None or scope.decision is OUTSIDE:
         return False
     idle = not scope.decision.merges and scope.call.moment is None
     return idle and scope.call.patch is patch

@@ -55,7 +55,6 @@ class Layer(Role):
         if scope.settings.proportional and is_self_attention and not other_keys:
             scope = _with_proportion(scope, module, plan)
         merged = x if is_merged else plan.merge(x)
-        assert scope.decision is not None
         cuts = scope.call.cuts_in_common
         along = self.tokens.cut_along(plan, scope.decision, args, kwargs, cuts)
         if keys_only:

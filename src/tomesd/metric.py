@@ -98,8 +98,9 @@ def expect_clean(call: Call, tokens: Tensor) -> None:
     """
     if call.settings.metric != "clean" or call.timestep is None:
         return
-    last, earlier = _note(call, "latent", tokens), _note(call, "earlier", tokens)
-    now = last.now
+    last = _note(call, "latent", tokens)
+    kept, now = call.patch.kept, last.now
+    earlier = kept.note("earlier", tokens.shape, tokens.dtype, tokens.device, now)
     moved = (now != last.times).all()  # not the second call at one time
     earlier.value.copy_(torch.where(moved, last.value, earlier.value))
     earlier.times.copy_(torch.where(moved, last.times, earlier.times))

@@ -22,7 +22,7 @@ SIDE = 2
 """Of the squares of latent pixels that become one."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     """A step at a latent `a image + s noise`, where a + s = 1 if it is one of a rectified flow, and
     a^2 + s^2 = 1 if not."""
@@ -36,27 +36,23 @@ class Step:
     """What the model predicts: "flow", `noise - image`; "epsilon", the noise; or "v_prediction",
     `a noise - s image`."""
 
-    @property
-    def _sum(self) -> Tensor:
-        """What the mean `a image + s/SIDE noise` is divided by to be such a latent again."""
+    def __post_init__(self) -> None:
         s = self.s / SIDE
-        return self.a + s if self.predicts == "flow" else (self.a**2 + s**2).sqrt()
-
-    @property
-    def small_s(self) -> Tensor:
-        """The share of the noise in the small latent."""
-        return self.s / SIDE / self._sum
+        # What the mean `a image + s/SIDE noise` is divided by to be such a latent again.
+        self._norm = self.a + s if self.predicts == "flow" else (self.a**2 + s**2).sqrt()
+        self.small_s = s / self._norm
 
     @property
     def small(self) -> Tensor:
-        """The latent at half the height and width, in float32."""
-        return average(self.latent) / self._sum
+        """The latent at half the height and width, in float32, with `small_s` noise."""
+        return average(self.latent) / self._norm
 
     def prediction(self, small: Tensor) -> Tensor:
         """The prediction `[..., H, W]`, from that for the small latent."""
-        a, s, small = self.a / self._sum, self.small_s, small.float()
+        s, small = self.small_s, small.float()
         if self.predicts == "flow":
             return (self.latent.float() - enlarge(self.small - s * small)) / self.s
+        a = self.a / self._norm
         if self.predicts == "epsilon":
             image = enlarge((self.small - s * small) / a)
         else:

@@ -46,14 +46,14 @@ class Kept(Named):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        timestep: Tensor,
+        times: Tensor,
     ) -> "Note":
-        """The note of that name, shape, dtype and device, at a timestep `[]` or `[T]`."""
+        """The note of that name, shape, dtype and device, at these times, `[T]`."""
         value = self.tensor(name, shape, dtype, device)
-        now = timestep.reshape(-1).to(device, torch.float32)
+        now = times.to(device, torch.float32)
         name = "_".join([name, *(str(int(side)) for side in shape), "time"])
-        times = self.tensor(name, now.shape, torch.float32, device, fill=float("-inf"))
-        return Note(value, times, now)
+        last = self.tensor(name, now.shape, torch.float32, device, fill=float("-inf"))
+        return Note(value, last, now)
 
     def forget(self, prefix: str) -> None:
         """Lets go of the tensors of this thread whose names begin so."""

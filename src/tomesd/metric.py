@@ -75,6 +75,7 @@ def _note(call: Call, name: str, like: Tensor) -> Note:
     """The note of that name for a tensor `[B, ...]` of this shape, dtype and device."""
     times = call.times(like.shape[0])
     assert times is not None
+    times = times.reshape(-1)
     return call.patch.kept.note(name, like.shape, like.dtype, like.device, times)
 
 
@@ -124,7 +125,8 @@ def recall_guidance(call: Call, latent: Tensor) -> None:
         shape = (latent.shape[0] // 2, *latent.shape[-2:])
         times = call.times(shape[0])
         assert times is not None
-        note = call.patch.kept.note("guidance", shape, torch.float32, latent.device, times)
+        kept, times = call.patch.kept, times.reshape(-1)
+        note = kept.note("guidance", shape, torch.float32, latent.device, times)
         call.guided = note.value, note.is_from_step_before
 
 

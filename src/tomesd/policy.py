@@ -139,10 +139,11 @@ def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor) -> Decisio
 
 
 def _note(call: Call, decision: Decision) -> Decision:
-    """Drops what removes nothing, and notes the decision in the call."""
+    """Drops what removes nothing, or is not to merge, and notes the decision in the call."""
     decision.level = level_of(call.size, decision.grid[1:])
     decision.number = len(call.decisions)
-    decision.segments = _removing(decision.segments) if call.settings.active else {}
+    merges = call.settings.active and not call.coarse
+    decision.segments = _removing(decision.segments) if merges else {}
     call.decisions.append(decision)
     return decision
 

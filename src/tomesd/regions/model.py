@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,7 +86,6 @@ class UNetRoot(_Root):
 
     def _run_coarse(self, call: Call, given: Given, inner: Inner) -> Any:
         """Calls the model on a coarser image. Nothing merges in it, or is reused."""
-        call.settings = replace(call.settings, ratio=0.0, level_ratios=None, kind_ratios=None)
         call.size = (call.size[0] // SIDE, call.size[1] // SIDE)
         run = functools.partial(run_inside, Scope(call), inner)
         return coarse_unet(given, call.patch.timeline, self.time, run)

@@ -126,10 +126,6 @@ class Decision:
         return max([tokens_removed(parts) for parts in self.segments.values()])
 
 
-OUTSIDE = Decision((0, 0, 0), 0, 0)
-"""Where nothing has been decided yet: in a UNet, outside its stacks of blocks."""
-
-
 @dataclass(eq=False)
 class Cut:
     """Arguments of blocks that lie along the tokens, cut by a plan."""
@@ -225,8 +221,8 @@ class Scope:
     """Where in a call of the model a thread is."""
 
     call: Call
-    decision: Decision = OUTSIDE
-    """What was decided for the blocks around."""
+    decided: Decision | None = None
+    """Inside a stack of blocks: what was decided for it."""
     plans: dict[str, MergePlan] = field(default_factory=dict)
     """Inside a block: what its layers merge by, kind to plan; each layer takes out its own."""
     place: str = ""
@@ -245,6 +241,12 @@ class Scope:
     @property
     def settings(self) -> Settings:
         return self.call.settings
+
+    @property
+    def decision(self) -> Decision:
+        """What was decided for the blocks that it is in."""
+        assert self.decided is not None
+        return self.decided
 
     @property
     def grid(self) -> Grid:
@@ -273,9 +275,9 @@ def current_scope(patch: Patch) -> Scope | None:
 def is_idle(patch: Patch) -> bool:
     """Whether this thread is in blocks that merge nothing. Quick: most layers ask."""
     scope = _thread.scope
-    if scope is None or scope.decision is OUTSIDE:
+    if scope is None or scope.decided is None:
         return False
-    idle = not scope.decision.merges and scope.call.moment is None
+    idle = not scope.decided.merges and scope.call.moment is None
     return idle and scope.call.patch is patch
 
 

@@ -12,7 +12,6 @@ from ..planning import find_plan
 from ..policy import decide
 from ..reuse import use_or_keep
 from ..state import (
-    OUTSIDE,
     Call,
     Decision,
     OpenRegion,
@@ -33,7 +32,7 @@ class _AnyBlock(Role):
     def scope_at(self, module: nn.Module, patch: Patch, x: Tensor) -> Scope:
         """Where the block is."""
         scope = current_scope(patch)
-        if scope is None or scope.decision is OUTSIDE:
+        if scope is None or scope.decided is None:
             refuse_outside(patch, module)
             scope = _square_scope(patch, x)
         return scope

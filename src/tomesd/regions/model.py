@@ -13,7 +13,7 @@ from ..layout import Layout
 from ..metric import expect_clean, note_guidance, recall_guidance
 from ..planning import load_kernels
 from ..policy import decide, decide_layout, explain_nothing, read_time
-from ..state import OUTSIDE, Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
+from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
 from .coarse import SIDE, Coarse, coarse_unet, unet_obstacle
 from .role import Given, Inner, Role
 
@@ -106,7 +106,7 @@ class TransformerRoot(_Root):
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         scope = current_scope(patch)
-        if scope is not None and scope.decision is not OUTSIDE:  # entered through __call__ already
+        if scope is not None and scope.decided is not None:  # entered through __call__ already
             return inner(*args, **kwargs)
         _refuse_split_sequences(module)
         given = Given(self.names, args, kwargs)

@@ -17,7 +17,8 @@ from tomesd.bench.contenders import FreePlan
 from tomesd.hosts import find_models
 from tomesd.patch import patch_of
 from tomesd.regions import Layer, Member
-from tomesd.state import Decision, tokens_removed
+from tomesd.segments import tokens_removed
+from tomesd.state import Decision
 
 __all__ = ["apply_bound"]
 

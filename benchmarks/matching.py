@@ -17,10 +17,10 @@ from tomesd.bench.measure import free_memory
 from tomesd.bench.modes import EAGER, GRAPH
 from tomesd.bench.rows import Row
 from tomesd.generation.memory import MemoryProbe
-from tomesd.grids import removable
 from tomesd.kernels import Cells
-from tomesd.selectors import bipartite
-from tomesd.volume import Volume, plan_tokens
+from tomesd.plan import MergePlan
+from tomesd.segments import cut_grid, plan_segments
+from tomesd.selectors import bipartite, removable
 
 SIDES, CHANNELS = (32, 48, 64, 96, 128, 192, 256), 320
 """Of the finest level of SD 1.5."""
@@ -55,16 +55,20 @@ def image_rows(folder: str | None, device: torch.device) -> Iterator[Row]:
 
 def volume_rows(device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
     """Images, and videos with as many tokens."""
-    settings, select = Settings(), partial(bipartite, backend="auto")
+    settings = Settings()
+    remove = partial(removable, settings, ratio=RATIO)
     for side in LARGE_SIDES:
         for channels in LARGE_CHANNELS:
             x = torch.randn(1, side * side, channels, device=device, dtype=dtype)
             for grid, st in (((1, side, side), 1), ((FRAMES, side // 4, side // 4), 2)):
-                volume = Volume.of(grid, settings.sy, settings.sx, st, settings.search)
-                removes = [removable(settings, part.cells, RATIO) for part in volume.parts]
-                make = partial(plan_tokens, select, x, volume, removes)
+                parts = cut_grid(grid, settings.sy, settings.sx, st, settings.search, remove)
+                make = partial(plan_segments, x, parts, select)
                 for row in plan_rows(grid, x, {f"{channels} channels": make}):
                     yield {**row, "frames": grid[0], "settings": {"ratio": RATIO, "st": st}}
+
+
+def select(metric: Tensor, cells: Cells, remove: int, _: int) -> MergePlan:
+    return bipartite(metric, cells, remove)
 
 
 def plan_rows(grid: tuple[int, int, int], x: Tensor, makers: Makers) -> Iterator[Row]:

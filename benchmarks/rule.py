@@ -27,12 +27,12 @@ from tomesd import policy, rule
 from tomesd.bench.models import ARCHITECTURES
 from tomesd.bench.rows import Row, read_rows
 from tomesd.bench.tables import comparisons
-from tomesd.cost import Verdict
 from tomesd.files import json_lines, write_text
 from tomesd.layout import Layout, LayoutPart
 from tomesd.machine import Launcher, Machine
 from tomesd.patch import patch_of, role_of
 from tomesd.regions.model import fullness
+from tomesd.rule import Verdict
 from tomesd.settings import Settings
 from tomesd.state import Call, Patch
 

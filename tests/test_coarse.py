@@ -43,8 +43,8 @@ from zoo_dit import Dit, alone, largest_time, seeded
 from zoo_ldm import HOSTS as LDM_HOSTS
 
 import tomesd
-from tomesd import coarse as maths
 from tomesd.generation import load_pipeline
+from tomesd.regions.coarse import Step, pack, unpack
 
 PLAIN: dict[str, Any] = {"ratio": 0.0, "coarse": 1.0}
 # Models that get something that only goes with the whole image, and what is said about it.
@@ -265,22 +265,22 @@ def test_a_latent_of_squares_is_on_the_flow_again() -> None:
     for level in (0.95, 0.5, 0.1):
         t = torch.tensor(level)
         noise = torch.randn_like(image)
-        step = maths.FlowStep((1 - t) * image + t * noise, t)
-        after = maths.flow_level(t)
+        step = Step((1 - t) * image + t * noise, 1 - t, t, "flow")
+        after = step.small_s
         found = (step.small - (1 - after) * small) / after
         assert abs(found.mean()) < 0.03 and abs(found.std() - 1) < 0.03
         assert torch.allclose(found, 2 * averaged(noise), atol=1e-3)
         # A model that knows the small image makes the large one of it.
-        velocity = step.velocity(found - small)
+        velocity = step.prediction(found - small)
         torch.testing.assert_close(step.latent - t * velocity, enlarged(small), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("side", [1, 2])
 def test_tokens_are_unpacked_and_packed_again(side: int) -> None:
     latent = torch.randn(2, 3, 2, 4 * side, 6 * side)
-    tokens = maths.pack(latent, side)
+    tokens = pack(latent, side)
     assert tokens.shape == (2, 2 * 4 * 6, 3 * side * side)
-    assert torch.equal(maths.unpack(tokens, (2, 4, 6), side), latent)
+    assert torch.equal(unpack(tokens, (2, 4, 6), side), latent)
 
 
 # When
@@ -642,7 +642,9 @@ def test_a_latent_of_squares_has_less_variance_from_noise() -> None:
     noise = torch.randn_like(image)
     for predicts_noise in (True, False):
         latent = (1 - share).sqrt() * image + share.sqrt() * noise
-        step, after = maths.VarianceStep(latent, share, predicts_noise), maths.variance_share(share)
+        predicts = "epsilon" if predicts_noise else "v_prediction"
+        step = Step(latent, (1 - share).sqrt(), share.sqrt(), predicts)
+        after = step.small_s**2
         found = (step.small - (1 - after).sqrt() * small) / after.sqrt()
         assert abs(found.mean()) < 0.03 and abs(found.std() - 1) < 0.03
         ideal = found if predicts_noise else (1 - after).sqrt() * found - after.sqrt() * small

@@ -11,10 +11,9 @@ from plan_problems import cells_of, destinations_of, groups_of, of_items, window
 from torch import Tensor
 
 from tomesd import Settings
-from tomesd.grids import removable
 from tomesd.kernels import Cells, draw_key, draw_offsets
 from tomesd.plan import MergePlan
-from tomesd.selectors import bipartite
+from tomesd.selectors import bipartite, removable
 
 problems = partial(plan_problems.problems, even=False)
 

@@ -31,7 +31,7 @@ import tomesd
 from tomesd.hosts.timeline import find_timeline
 from tomesd.kept import Kept
 from tomesd.patch import patch_of
-from tomesd.reuse import LastResult
+from tomesd.reuse import keep, recall
 from tomesd.steps import Moment, Steps
 
 REUSE: dict[str, Any] = {"ratio": 0.0, "reuse": 2, "reuse_start": 0.0, "when": "always"}
@@ -234,19 +234,19 @@ TIMES = (0.9, 0.7, 0.5, 0.3)
 
 def test_extrapolation_carries_on_a_straight_line() -> None:
     """Where everything changes evenly with time, extrapolating loses nothing."""
-    call = SimpleNamespace(
+    call: Any = SimpleNamespace(
         settings=SimpleNamespace(extrapolate=True), patch=SimpleNamespace(kept=Kept())
     )
-    result, base, slope = LastResult(call, "x"), torch.randn(1, 4, 3), torch.randn(1, 4, 3)  # type: ignore[arg-type]
+    base, slope = torch.randn(1, 4, 3), torch.randn(1, 4, 3)
     for number, time in enumerate((1.0, 0.8)):
         call.timestep, call.moment = torch.tensor([time]), Moment(first=number == 0)
-        result.write(base + slope * time)
+        keep(call, "x", base + slope * time)
     call.timestep = torch.tensor([0.6])
-    torch.testing.assert_close(result.read(base.shape, base), base + slope * 0.6)
+    torch.testing.assert_close(recall(call, "x", base.shape, base), base + slope * 0.6)
     call.timestep, call.moment = torch.tensor([1.0]), Moment(first=True)  # another image
-    result.write(base)
+    keep(call, "x", base)
     call.timestep = torch.tensor([0.5])
-    torch.testing.assert_close(result.read(base.shape, base), base)
+    torch.testing.assert_close(recall(call, "x", base.shape, base), base)
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "sd3"])

@@ -16,11 +16,11 @@ from zoo_diffusers import HOSTS
 import tomesd
 from tomesd import kernels, outline, policy, rule
 from tomesd.bench.models import ARCHITECTURES
-from tomesd.cost import Verdict, Work, compare
 from tomesd.machine import Launcher, Machine, find_launcher
 from tomesd.outline import count_layers, outline_blocks
 from tomesd.patch import patch_of
 from tomesd.regions.model import fullness
+from tomesd.rule import Verdict, Work, compare
 from tomesd.state import Call
 
 SD1 = HOSTS["sd1"]

@@ -393,7 +393,7 @@ def test_selectors_that_can_protect_merge_tokens_without_a_direction_last() -> N
 def test_the_tokens_to_remove_suit_the_selector(ratio: float) -> None:
     cells = Cells(12, 12, 2, 2, 3, 3)
     for selector in SELECTORS.values():
-        remove = selector.removable(cells, ratio)
+        remove = cells.removable(ratio, even=selector.even_windows)
         plan = selector(torch.randn(1, 144, 5), cells, remove)
         assert plan.size.shape[1] == 144 - remove
         assert not selector.even_windows or remove % cells.windows == 0

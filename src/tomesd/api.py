@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
-
 from .hosts import FoundModel, Site, find_models, find_modules, find_timeline
 from .machine import machine_of
 from .patch import patch_of, restore, swap
@@ -106,7 +104,10 @@ def apply_patch(
         remove_patch(model)  # nothing is half applied
         raise
     for part, (_, patch) in zip(prepared.found, prepared.parts, strict=True):
-        _measure_ahead(part.module, patch.settings)
+        weight, settings = next(part.module.parameters(), None), patch.settings
+        if weight is not None and settings.active and settings.when == "if_faster":
+            # Ahead of time: a compiled model asks when nothing may be measured.
+            machine_of(weight.device, weight.dtype)
     _log.info("merging tokens in %s", ", ".join(part.name for part in prepared.found))
     return model
 
@@ -137,8 +138,8 @@ def prepare(model: Any, options: Mapping[str, Any], preset: Preset | None = None
     Settings(**options)
     found = find_models(model)
     patches = [_make_patch(model, part, options, preset) for part in found]
-    sites = [part.sites(patch.settings) for part, patch in zip(found, patches, strict=True)]
-    return Prepared(found, list(zip(sites, patches, strict=True)))
+    pairs = zip(found, patches, strict=True)
+    return Prepared(found, [(part.sites(patch.settings), patch) for part, patch in pairs])
 
 
 def _make_patch(
@@ -153,13 +154,6 @@ def _make_patch(
     settings = part.settings(asked)
     timeline.check(settings)
     return Patch(settings, asked, part.rooted, timeline, part.blocks, part.outline())
-
-
-def _measure_ahead(module: nn.Module, settings: Settings) -> None:
-    """Measures what the model is on: a compiled model asks when nothing may be measured."""
-    weight = next(module.parameters(), None)
-    if weight is not None and settings.active and settings.when == "if_faster":
-        machine_of(weight.device, weight.dtype)
 
 
 def _patches_in(found: list[FoundModel]) -> list[_Part]:
@@ -182,8 +176,10 @@ def _restore_all(parts: list[_Part]) -> None:
 
 def remove_patch(model: _Model) -> _Model:
     """Undoes `apply_patch`, whatever else has been done to the model since. Returns `model`."""
-    for module in _patched_modules(model):
-        restore(module)
+    for part in find_modules(model).values():
+        for module in part.modules():
+            if patch_of(module) is not None:
+                restore(module)
     return model
 
 
@@ -197,8 +193,3 @@ def patched(model: _Model, *args: Any, **options: Any) -> Iterator[_Model]:
     finally:
         remove_patch(model)
         _swap_all(before)
-
-
-def _patched_modules(model: Any) -> list[nn.Module]:
-    modules = (m for part in find_modules(model).values() for m in part.modules())
-    return [module for module in modules if patch_of(module) is not None]

@@ -4,10 +4,10 @@ PyTorch has decorators for it, `torch.compiler.assume_constant_result` and `torc
 but they import the compiler, which takes seconds, only to set these flags.
 """
 
+import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-__all__ = ["constant_when_traced", "never_traced"]
+from weakref import WeakValueDictionary
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -15,7 +15,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def constant_when_traced(function: _Function) -> _Function:
     """Makes the compiler call the function while it traces, and take the result as a constant.
 
-    The arguments have to be constants too: numbers and words, but no tensors or other objects.
+    The arguments have to be constants too: numbers and words, but no tensors or other objects, for
+    which `Named` is.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -34,3 +35,18 @@ def never_traced(reason: str) -> Callable[[_Function], _Function]:
         return function
 
     return mark
+
+
+class Named:
+    """An object that functions which are constant to the compiler find by its name."""
+
+    def __init__(self) -> None:
+        self.name = uuid.uuid4().hex
+        _named[self.name] = self
+
+
+_named: "WeakValueDictionary[str, Named]" = WeakValueDictionary()
+
+
+def find_named(name: str) -> Any:
+    return _named[name]

@@ -5,15 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .api import patched
-from .cost import Verdict
 from .dry_run import count_flops
 from .hosts import FoundModel, UnsupportedModelError, find_models
 from .hosts.inputs import example_inputs
 from .machine import machine_of
 from .patch import patch_of, role_of
-from .rule import expectation
+from .rule import LeftAlone, Verdict
 from .settings import Settings
-from .state import Call, Decision, LeftAlone, Patch, Scope, run_inside
+from .state import Call, Decision, Patch, Scope, run_inside
 
 __all__ = ["Description", "Level", "Part", "describe"]
 
@@ -75,7 +74,7 @@ class Part:
         h, w = self.latent
         lines = [f"{self.name}, latent {h}x{w}: {'; '.join(self._summary())}"]
         if self.verdict is not None and self.settings is not None:
-            lines.append(f"  {expectation(self.verdict)}")
+            lines.append(f"  {self.verdict}")
         rows: list[tuple[str, ...]] = [("level", "grid", "blocks", "tokens", "merged to")]
         rows += [level.cells for level in self.levels]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

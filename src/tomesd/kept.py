@@ -2,31 +2,25 @@
 
 import sys
 import threading
-import uuid
-from weakref import WeakValueDictionary
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .compiler import constant_when_traced
-
-__all__ = ["MOST", "Kept"]
+from .compiler import Named, constant_when_traced, find_named
 
 MOST = 1024
 """Tensors that a thread keeps; of more, those go that were not used for longest."""
 
-_all_kept: "WeakValueDictionary[str, Kept]" = WeakValueDictionary()
 
-
-class Kept:
+class Kept(Named):
     """Tensors by name; every thread has its own, so that threads can share a model."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.local = threading.local()
         self.captured: list[Tensor] = []
         """What CUDA graphs write to, which must stay as long as they may be replayed."""
-        self.name = uuid.uuid4().hex
-        _all_kept[self.name] = self
 
     def tensor(
         self,
@@ -40,11 +34,26 @@ class Kept:
 
         It keeps its address, so that a CUDA graph can write to it.
         """
-        numbers = "_".join(str(int(number)) for number in shape)
+        shape = tuple(int(side) for side in shape)
         kind = str(dtype).removeprefix("torch.")  # the compiler wants no dot in an attribute
-        name = f"{name}_{numbers}_{kind}_{device}"
-        _allocate(self.name, name, tuple(int(n) for n in shape), dtype, device, fill)
+        name = "_".join([name, *map(str, shape), kind, str(device)])
+        _allocate(self.name, name, shape, dtype, device, fill)
         return getattr(self.local, name)
+
+    def note(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        times: Tensor,
+    ) -> "Note":
+        """The note of that name, shape, dtype and device, at these times, `[T]`."""
+        value = self.tensor(name, shape, dtype, device)
+        now = times.to(device, torch.float32)
+        name = "_".join([name, *(str(int(side)) for side in shape), "time"])
+        last = self.tensor(name, now.shape, torch.float32, device, fill=float("-inf"))
+        return Note(value, last, now)
 
     def forget(self, prefix: str) -> None:
         """Lets go of the tensors of this thread whose names begin so."""
@@ -53,7 +62,30 @@ class Kept:
             del tensors[name]
 
 
-@constant_when_traced  # hence the name, by which it finds the owner
+@dataclass(frozen=True)
+class Note:
+    """A tensor that is kept for the next step of the same image."""
+
+    value: Tensor
+    times: Tensor
+    """When it was written, `[T]`; minus infinity before the first time."""
+    now: Tensor
+    """`[T]`, float32."""
+
+    @property
+    def is_from_step_before(self) -> Tensor:
+        """Whether it was written at a step of this image, `[]`.
+
+        Time that stands still or rises is a new image.
+        """
+        return (self.now < self.times).all()
+
+    def write(self, value: Tensor) -> None:
+        self.value.copy_(value)
+        self.times.copy_(self.now)
+
+
+@constant_when_traced
 def _allocate(
     kept: str,
     name: str,
@@ -62,7 +94,7 @@ def _allocate(
     device: torch.device,
     fill: float,
 ) -> None:
-    owner = _all_kept[kept]
+    owner: Kept = find_named(kept)
     tensors = vars(owner.local)
     tensor = tensors.pop(name, None)
     if tensor is None:

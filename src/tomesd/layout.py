@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .state import Grid
 
-__all__ = ["Layout", "LayoutPart"]
-
 
 @dataclass(frozen=True)
 class LayoutPart:
@@ -44,6 +42,16 @@ class Layout:
     @property
     def tokens(self) -> int:
         return sum([part.tokens for part in self.parts])
+
+    @property
+    def first(self) -> int | None:
+        """Tokens before those of the grid; None: they are left alone."""
+        before = 0
+        for part in self.parts:
+            if part.grid == self.grid:
+                return before
+            before += part.tokens
+        return None
 
     def left_alone(self) -> "Layout":
         """The same for a call in which no token may merge."""

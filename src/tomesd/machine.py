@@ -26,16 +26,6 @@ from torch import Tensor, nn
 from .compiler import constant_when_traced
 from .files import write_text
 
-__all__ = [
-    "Launcher",
-    "Machine",
-    "cache_file",
-    "cpu_name",
-    "find_launcher",
-    "machine_of",
-    "synchronize",
-]
-
 _log = logging.getLogger("tomesd")
 
 Launcher = Literal["eager", "compiled", "graph"]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Layers", "Level", "Outline", "count_layers", "outline_blocks", "outline_model"]
-
 
 @dataclass(frozen=True)
 class Layers:

@@ -15,8 +15,6 @@ from torch import nn
 from .regions import Block, Member, Role, Stack, TransformerRoot, UNetRoot
 from .state import Patch, Scope, current_scope, is_idle, run_inside
 
-__all__ = ["class_made", "original_class", "patch_of", "restore", "role_of", "swap"]
-
 _STATE = "_tomesd"
 _CHECKPOINT = "_gradient_checkpointing_func"
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from . import kernels
 
-__all__ = ["MergePlan", "Rows", "join"]
-
 
 @dataclass
 class MergePlan:

@@ -1,5 +1,6 @@
-"""How many tokens to remove on a grid, and whether that pays. Nothing here has a state."""
+"""How many tokens to remove from a grid at a step, and whether that pays."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -7,20 +8,84 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .grids import level_merges, level_of, removable
+from .compiler import never_traced
 from .layout import Layout
 from .machine import find_launcher
-from .rule import Change, expectation, judge
+from .rule import Change, LeftAlone, judge
+from .schedule import ratio_at, stage_at
+from .segments import Segment, cut_grid, tokens_removed
+from .selectors import removable
 from .settings import Settings
-from .state import Call, Decision, Grid, LeftAlone, Segment, tokens_removed
-from .volume import Volume
+from .state import Call, Decision, Grid, Patch
+from .steps import Moment
 
-__all__ = ["decide", "decide_layout", "explain_nothing"]
-
+_log = logging.getLogger("tomesd")
 _Answer = TypeVar("_Answer")
 
 Segments = dict[tuple[str, ...], tuple[Segment, ...]]
 """See `Decision`."""
+
+
+_COARSE = "coarse"
+
+
+def read_time(call: Call, timestep: Any, tokens: int, batch: int, obstacle: str = "") -> None:
+    """Notes in a call what depends on its timestep: settings, ratio, and what the step does.
+
+    Args:
+        timestep: a number, or a tensor `[]` or `[T]`.
+        tokens, batch: of the image, and items of the latents.
+        obstacle: why the call cannot be made coarse, if it cannot.
+    """
+    said = _read_time(call.patch, timestep, (batch, tokens, *call.size), call.apart, obstacle)
+    if said == _COARSE:
+        call.ratio, call.coarse = 0.0, True
+        return
+    ratio, selector, *moment = said.split()
+    call.ratio, call.settings = float(ratio), call.patch.by_selector[selector]
+    call.moment = Moment(*map(int, moment)) if moment else None  # type: ignore[arg-type]
+
+
+# The compiler compiles what follows for each answer, which comes as words because numbers that
+# change would become variables.
+@never_traced(
+    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse, coarse), which "
+    "no graph can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
+    "torch.compile"
+)
+def _read_time(
+    patch: Patch, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str
+) -> str:
+    if isinstance(timestep, Tensor):
+        if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "schedule, start, end, tau, reuse, coarse: what is merged depends on the timestep, "
+                "which a CUDA graph cannot read; capture a graph for each ratio"
+            )
+        times = patch.timeline.noisiest(timestep).flatten().tolist()  # waits for the device
+        timestep = sum(times) / len(times)
+    time, settings, timeline = float(timestep), patch.settings, patch.timeline
+    progress = timeline.progress(time, size[1])
+    if settings.is_coarse(progress):
+        if not obstacle:
+            patch.steps.restart()
+            return _COARSE
+        patch.warn_once(f"tomesd runs steps on all tokens that coarse would make fewer: {obstacle}")
+    ratio = f"{ratio_at(time, settings, timeline, size[1])!r} {stage_at(progress, settings)[0]}"
+    if settings.reuse is None:
+        return ratio
+    if apart:
+        patch.steps.ran = {}
+        patch.warn_once(
+            "tomesd reuses nothing while gradients are wanted, or something else needs every block "
+            "(a ControlNet, a cache of blocks)"
+        )
+        return ratio
+    if patch.steps.enter(-time if timeline.rises else time, progress, size):
+        patch.kept.forget("reuse_")
+    started = progress >= (settings.reuse_start or 0.0)
+    moment = patch.steps.moment(settings.reuse, started, settings.reuse_within)
+    return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
 
 
 def decide(call: Call, grid: Grid, blocks: int, x: Tensor, score_heads: int = 0) -> Decision:
@@ -59,25 +124,39 @@ def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor) -> Decisio
         if part.grid is None or call.ratio == 0:  # nothing merges at this time
             parts.append(Segment(part.tokens))
         else:
-            parts.append(_segment(settings, part.grid, wanted))
+            parts += _cut(settings, part.grid, wanted)
     decision = Decision(layout.grid, blocks, layout.tokens, {settings.kinds: tuple(parts)})
     decision.start = layout.start
+    if settings.protect is not None:
+        decision.first = layout.first
     _note(call, decision)
     if decision.segments and settings.when == "if_faster":
         (level,) = call.patch.outline.levels
         change = Change(level, blocks / level.blocks, layout.tokens, decision.segments)
-        ask = partial(judge, call, x, x.shape[0] if x.ndim > 2 else 1, [change])
+        ask = partial(_judge, call, x, x.shape[0] if x.ndim > 2 else 1, [change])
         (decision.left_alone,) = _once(call, x, (blocks, layout.parts), ask)
     return decision
 
 
 def _note(call: Call, decision: Decision) -> Decision:
-    """Drops what removes nothing, and notes the decision in the call."""
+    """Drops what removes nothing, or is not to merge, and notes the decision in the call."""
     decision.level = level_of(call.size, decision.grid[1:])
     decision.number = len(call.decisions)
-    decision.segments = _removing(decision.segments) if call.settings.active else {}
+    merges = call.settings.active and not call.coarse
+    decision.segments = _removing(decision.segments) if merges else {}
     call.decisions.append(decision)
     return decision
+
+
+def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:
+    """How many times smaller than a latent of that size a grid is.
+
+    Counted, so that it is a number also where sizes are symbols of the compiler.
+    """
+    level = 1
+    while size[0] > level * grid[0] or size[1] > level * grid[1]:
+        level += 1
+    return level
 
 
 def _removing(segments: Segments) -> Segments:
@@ -91,24 +170,27 @@ def _ratio(call: Call) -> float:
 
 def _segments_on(call: Call, grid: Grid, finest: Grid) -> Segments:
     """What can go on a grid of a UNet."""
-    settings, size = call.settings, grid[1:]
-    level = level_of(call.size, size)
+    settings, level = call.settings, level_of(call.size, grid[1:])
     named = settings.level_ratios is not None and level in settings.level_ratios
-    if not named and not level_merges(settings.max_downsample, call.size, finest[1:], size):
+    coarsest = settings.max_downsample
+    if coarsest is None:
+        merges = grid[1] >= finest[1] and grid[2] >= finest[2]
+    else:
+        merges = call.size[0] <= coarsest * grid[1] and call.size[1] <= coarsest * grid[2]
+    if not named and not merges:
         return {}
     # By ratio, because tokens may be symbols to the compiler, which it would have to look up.
     kinds: dict[float, tuple[str, ...]] = {}
     for kind in settings.kinds:
         wanted = settings.ratio_of(kind, level, _ratio(call))
         kinds[wanted] = (*kinds.get(wanted, ()), kind)
-    return {k: (_segment(settings, grid, wanted),) for wanted, k in kinds.items()}
+    return {k: _cut(settings, grid, wanted) for wanted, k in kinds.items()}
 
 
-def _segment(settings: Settings, grid: Grid, ratio: float) -> Segment:
-    """Tokens on a grid, of which a ratio is to be removed."""
-    volume = Volume.of(grid, settings.sy, settings.sx, settings.st or 1, settings.search)
-    removes = tuple([removable(settings, part.cells, ratio) for part in volume.parts])
-    return Segment(volume.tokens, volume, removes)
+def _cut(settings: Settings, grid: Grid, ratio: float) -> tuple[Segment, ...]:
+    """The tokens of a grid, of which a ratio is to be removed."""
+    st, remove = settings.st or 1, partial(removable, settings, ratio=ratio)
+    return cut_grid(grid, settings.sy, settings.sx, st, settings.search, remove)
 
 
 def _once(call: Call, x: Tensor, question: Any, ask: Callable[[], _Answer]) -> _Answer:
@@ -124,11 +206,7 @@ def _once(call: Call, x: Tensor, question: Any, ask: Callable[[], _Answer]) -> _
     launcher = find_launcher(x.device)
     asked = (call.size, x.shape, x.dtype, x.device, launcher)
     key = (*asked, settings.selector, call.ratio, call.fullness, question)
-    if key not in patch.judged:
-        if len(patch.judged) >= 64:
-            patch.judged.clear()
-        patch.judged[key] = ask(), call.verdict
-    answer, call.verdict = patch.judged[key]
+    answer, call.verdict = patch.once(key, lambda: (ask(), call.verdict))
     return answer
 
 
@@ -146,14 +224,27 @@ def _judge_unet(call: Call, x: Tensor, score_heads: int) -> dict[int, LeftAlone]
         changes.append(Change(level, 1.0, rows * columns, segments, score_heads))
         found.append(level_of(call.size, grid[1:]))
     around = [(-(-h // scale) * -(-w // scale), layers) for scale, layers in outline.around]
-    return dict(zip(found, judge(call, x, x.shape[0], changes, around), strict=True))
+    return dict(zip(found, _judge(call, x, x.shape[0], changes, around), strict=True))
+
+
+def _judge(call: Call, x: Tensor, batch: int, *model: Any) -> tuple[LeftAlone, ...]:
+    """What the rule says of a call. What it expects is noted in the call, and told once."""
+    patch = call.patch
+    answers, verdict = judge(call.settings, call.selector, x, batch, call.fullness, *model)
+    call.verdict = verdict
+    if not torch.compiler.is_compiling():
+        told = f"latent {call.size[0]}x{call.size[1]}: {verdict}"
+        if told not in patch.warned:
+            patch.warned.add(told)
+            _log.info(told)
+    return answers
 
 
 def explain_nothing(call: Call) -> str:
     """Why a call merged nothing, in a sentence for the user."""
     settings, numbers = call.settings, ""
     if call.verdict is not None and not torch.compiler.is_compiling():  # symbols cannot be told
-        numbers = f" ({expectation(call.verdict)})"
+        numbers = f" ({call.verdict})"
     reasons = [decision.left_alone for decision in call.decisions]
     if "pays in CUDA graphs only" in reasons:
         return (

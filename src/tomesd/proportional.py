@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from .compiler import constant_when_traced
 
-__all__ = ["Part", "Proportion", "proportion_of"]
-
 Part = Literal["to_q", "to_k", "to_v", "to_out"]
 
 # Flash kernels want a head's channels to be a multiple of it.

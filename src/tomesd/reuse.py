@@ -1,13 +1,9 @@
 """What regions gave at the last step that ran them, kept for the steps that do not."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from .state import Call
-
-__all__ = ["LastResult", "use_or_keep"]
 
 
 def use_or_keep(call: Call, name: str, x: Tensor, y: Tensor) -> Tensor:
@@ -18,57 +14,50 @@ def use_or_keep(call: Call, name: str, x: Tensor, y: Tensor) -> Tensor:
         x: what goes in, `[B, N, C]`.
         y: what comes out, the same shape; at a step that reuses it, of no account.
     """
-    last = LastResult(call, name)
     if call.reuses:
-        return x + last.read(x.shape, x)
-    last.write(y - x)
+        return x + recall(call, name, x.shape, x)
+    keep(call, name, y - x)
     return y
 
 
-@dataclass(frozen=True)
-class LastResult:
-    """A tensor that some steps compute and the steps between them use again."""
+def keep(call: Call, name: str, result: Tensor) -> None:
+    """Keeps what this step computed, under a name that is the same at every step."""
+    kept, slope, time = _tensors(call, name, result.shape, result)
+    assert call.moment is not None
+    if slope is not None and time is not None:
+        if call.moment.first:
+            slope.zero_()
+        else:
+            slope.copy_((result - kept) / (time - _now(call)).to(result.dtype))
+        time.copy_(_now(call))
+    kept.copy_(result)
 
-    call: Call
-    name: str
-    """The same at every step."""
 
-    def write(self, value: Tensor) -> None:
-        """Keeps what this step computed."""
-        kept, slope, last = self._tensors(value.shape, value)
-        assert self.call.moment is not None
-        if slope is not None and last is not None:
-            if self.call.moment.first:
-                slope.zero_()
-            else:
-                slope.copy_((value - kept) / (last - self._now()).to(value.dtype))
-            last.copy_(self._now())
-        kept.copy_(value)
+def recall(call: Call, name: str, shape: torch.Size, like: Tensor) -> Tensor:
+    """What was kept, or where that leads to by now.
 
-    def read(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """What was kept, or where that leads to by now.
+    Args:
+        like: has the dtype and the device.
+    """
+    kept, slope, time = _tensors(call, name, shape, like)
+    if slope is None or time is None:
+        return kept
+    return kept + slope * (time - _now(call)).to(kept.dtype)
 
-        Args:
-            like: has the dtype and the device.
-        """
-        kept, slope, last = self._tensors(shape, like)
-        if slope is None or last is None:
-            return kept
-        return kept + slope * (last - self._now()).to(kept.dtype)
 
-    def _now(self) -> Tensor:
-        assert self.call.timestep is not None
-        return self.call.timestep.float().mean()
+def _now(call: Call) -> Tensor:
+    assert call.timestep is not None
+    return call.timestep.float().mean()
 
-    def _tensors(
-        self, shape: torch.Size, like: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The value; and with extrapolation, its change per unit of time, and its time `[]`."""
-        assert self.call.moment is not None
-        name = f"reuse_{self.name}_{self.call.moment.nth}"
-        tensor = self.call.patch.kept.tensor
-        value = tensor(name, tuple(shape), like.dtype, like.device)
-        if not self.call.settings.extrapolate:
-            return value, None, None
-        slope = tensor(f"{name}_slope", tuple(shape), like.dtype, like.device)
-        return value, slope, tensor(f"{name}_time", (), torch.float32, like.device)
+
+def _tensors(
+    call: Call, name: str, shape: torch.Size, like: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The result; and with extrapolation, its change per unit of time, and its time `[]`."""
+    assert call.moment is not None
+    name, tensor = f"reuse_{name}_{call.moment.nth}", call.patch.kept.tensor
+    result = tensor(name, shape, like.dtype, like.device)
+    if not call.settings.extrapolate:
+        return result, None, None
+    slope = tensor(f"{name}_slope", shape, like.dtype, like.device)
+    return result, slope, tensor(f"{name}_time", (), torch.float32, like.device)

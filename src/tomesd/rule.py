@@ -1,23 +1,101 @@
-"""The rule `when="if_faster"`: what merging saves in a model, and what it costs there."""
+"""The rule `when="if_faster"`: what merging saves in a model, and what it costs there.
 
-import logging
+A model takes as long as its device or its host does, whichever is slower. So merging is judged for
+the model as a whole: it pays where that time falls.
+"""
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from . import kernels
-from .cost import Verdict, Work, compare, expect
 from .machine import Launcher, Machine, find_launcher, machine_of
 from .outline import Layers, Level
+from .segments import Segment, tokens_removed
 from .selectors import Selector
 from .settings import Settings
-from .state import Call, LeftAlone, Segment, tokens_removed
 
-__all__ = ["Change", "expectation", "judge"]
+LeftAlone = Literal["", "not faster", "pays in CUDA graphs only", "attention is cached"]
+"""Why blocks are not merged that could be: merging costs more than it saves, or does so because the
+host has to launch the kernels; or a cache keeps what attention gave for later steps, at which other
+tokens are merged. Empty: they are merged."""
 
-_log = logging.getLogger("tomesd")
+
+@dataclass(frozen=True)
+class Work:
+    """What a part of a model takes in a call."""
+
+    device: float = 0.0
+    """Seconds."""
+    launches: float = 0.0
+    """What the host does, in what it takes to start one kernel of PyTorch."""
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.device + other.device, self.launches + other.launches)
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(self.device - other.device, self.launches - other.launches)
+
+    def __mul__(self, share: float) -> "Work":
+        return Work(share * self.device, share * self.launches)
+
+    def seconds(self, machine: Machine) -> float:
+        host = self.launches * machine.launch
+        return max(self.device, host) if machine.apart else self.device + host
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where merging pays, and what is expected of it."""
+
+    pays: tuple[bool, ...]
+    before: float
+    """Seconds of a call without merging."""
+    after: float
+    """With it, where it pays."""
+    everywhere: float
+    """With it, also where it does not pay."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast a call is expected to be."""
+        return self.before / self.after
+
+    def __str__(self) -> str:
+        before, after, everywhere = [
+            f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
+            for seconds in (self.before, self.after, self.everywhere)
+        ]
+        if any(self.pays):
+            return f"expected to be {self.gain:.2f}x as fast, {before} to {after} ms a call"
+        return f"expected to take {everywhere} ms a call merged, and {before} ms unmerged"
+
+
+def compare(
+    machine: Machine,
+    model: Work,
+    changes: Sequence[tuple[Work, Work]],
+    pays: tuple[bool, ...] | None = None,
+) -> Verdict:
+    """Which changes make a model faster, each on top of those before it.
+
+    Args:
+        model: all that it does unchanged.
+        changes: for each, what a part of the model does without it and with it.
+        pays: what has been decided already.
+    """
+    after = everywhere = model
+    decided = []
+    for number, (old, new) in enumerate(changes):
+        more = after + (new - old)
+        faster = bool(more.seconds(machine) < after.seconds(machine))
+        decided.append(faster if pays is None else pays[number])
+        after = more if decided[-1] else after
+        everywhere += new - old
+    works = (model, after, everywhere)
+    return Verdict(tuple(decided), *[work.seconds(machine) for work in works])
 
 
 @dataclass(frozen=True)
@@ -35,61 +113,44 @@ class Change:
 
 
 def judge(
-    call: Call,
+    settings: Settings,
+    selector: Selector,
     x: Tensor,
     batch: int,
+    fullness: float,
     changes: Sequence[Change],
     around: Sequence[tuple[int, Layers]] = (),
-) -> tuple[LeftAlone, ...]:
-    """Which changes to leave out, and why. What is expected of the others is noted in the call.
+) -> tuple[tuple[LeftAlone, ...], Verdict]:
+    """Which changes to leave out, and why; and what is expected of the others.
 
     An image must not depend on how guidance is run, so a call with one half of it is judged like
     one with both.
 
     Args:
+        x: any tensor of the dtype and the device that the model runs with.
         batch: items that go through the blocks.
+        fullness: how many times as many they would be with both halves of guidance.
         around: what runs around the blocks, with how many places it runs on.
     """
     machine, launcher = machine_of(x.device, x.dtype), find_launcher(x.device)
-    triton = kernels.use_triton(call.settings.backend, x)
-    items, size = batch * call.fullness, x.element_size()
-    full = _Estimate(machine, launcher, call.settings, call.selector, items, size, triton)
+    triton, size = kernels.use_triton(settings.backend, x), x.element_size()
+    full = _Estimate(machine, launcher, settings, selector, batch * fullness, size, triton)
     model, pairs = full.compared(changes, around)
     verdict = compare(machine.run_by(launcher), model, pairs)
     in_graphs = verdict.pays
     if machine.apart and x.device.type != "mps":
         in_graphs = compare(machine.run_by("graph"), model, pairs).pays
-    if call.fullness != 1:
+    if fullness != 1:
         model, pairs = replace(full, items=batch).compared(changes, around)
-        verdict = expect(machine.run_by(launcher), model, pairs, verdict.pays)
-    call.verdict = verdict
-    if not torch.compiler.is_compiling():
-        _tell_once(call, verdict)
-    return tuple([_word(*found) for found in zip(verdict.pays, in_graphs, strict=True)])
+        verdict = compare(machine.run_by(launcher), model, pairs, verdict.pays)
+    left_alone = [_word(*found) for found in zip(verdict.pays, in_graphs, strict=True)]
+    return tuple(left_alone), verdict
 
 
 def _word(pays: bool, in_graph: bool) -> LeftAlone:
     if pays:
         return ""
     return "pays in CUDA graphs only" if in_graph else "not faster"
-
-
-def _tell_once(call: Call, verdict: Verdict) -> None:
-    told = f"latent {call.size[0]}x{call.size[1]}: {expectation(verdict)}"
-    if told not in call.patch.warned:
-        call.patch.warned.add(told)
-        _log.info(told)
-
-
-def expectation(verdict: Verdict) -> str:
-    """What the rule expects, in words."""
-    before, after, everywhere = [
-        f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
-        for seconds in (verdict.before, verdict.after, verdict.everywhere)
-    ]
-    if any(verdict.pays):
-        return f"expected to be {verdict.gain:.2f}x as fast, {before} to {after} ms a call"
-    return f"expected to take {everywhere} ms a call merged, and {before} ms unmerged"
 
 
 # Attention that is not fused writes its scores, reads and writes them for the softmax, and reads
@@ -122,42 +183,31 @@ class _Estimate:
         """What the whole model does unmerged; and what each level does unmerged and merged."""
         model, pairs = Work(), []
         for places, layers in around:
-            model += self._run(layers, places, places)
+            model += self._layers(layers, places, places)
         for change in changes:
-            before = self._unmerged(change)
+            before = Work()
+            for kind in change.level.kinds:
+                before += self._kind(change, kind, change.tokens, change.tokens)
             model += before
             pairs.append((before, self._merged(change) if change.segments else before))
         return model, pairs
 
-    def _run(self, layers: Layers, queries: float, keys: float) -> Work:
-        """Layers on so many tokens. Keys and values are half of the linear layers of attention."""
-        tokens = self.items * (queries + keys) / 2
-        seconds = self.machine.seconds(
-            operations=tokens * layers.operations,
-            attention=self.items * queries * keys * layers.pairs,
-            moved=tokens * layers.numbers * self.item_size,
-            kernels=layers.kernels,
-        )
-        return Work(seconds, layers.kernels)
-
-    def _unmerged(self, change: Change) -> Work:
-        """What a level does without merging."""
-        total = Work()
-        for kind in change.level.kinds:
-            total += self._layers(change, kind, change.tokens, change.tokens)
-        return total
-
-    def _layers(self, change: Change, kind: str, queries: float, keys: float) -> Work:
+    def _kind(self, change: Change, kind: str, queries: float, keys: float) -> Work:
         """What the layers of a kind do on so many tokens."""
-        layers = change.level.kinds[kind]
-        if kind != "attn" or change.score_heads == 0:
-            return self._run(layers, queries, keys)
-        # Unfused: the products are those of linear layers, and all scores go through memory.
-        products = self.items * queries * keys * layers.pairs
-        scores = self.items * queries * keys * change.score_heads
-        work = self._run(replace(layers, pairs=0.0), queries, keys)
-        moved = _SCORE_PASSES * scores * self.item_size
-        return work + Work(self.machine.seconds(operations=products, moved=moved))
+        heads = change.score_heads if kind == "attn" else 0
+        return self._layers(change.level.kinds[kind], queries, keys, heads)
+
+    def _layers(self, layers: Layers, queries: float, keys: float, score_heads: int = 0) -> Work:
+        """Layers on so many tokens. Keys and values are half of the linear layers of attention."""
+        tokens, pairs = self.items * (queries + keys) / 2, self.items * queries * keys
+        operations, attention = tokens * layers.operations, pairs * layers.pairs
+        moved = tokens * layers.numbers
+        if score_heads:  # the products are those of linear layers, and scores go through memory
+            operations, attention = operations + attention, 0.0
+            moved += _SCORE_PASSES * pairs * score_heads
+        moved *= self.item_size
+        seconds = self.machine.seconds(operations, attention, moved, layers.kernels)
+        return Work(seconds, layers.kernels)
 
     def _merged(self, change: Change) -> Work:
         """What a level does merged, with matching, merging and restoring."""
@@ -169,20 +219,23 @@ class _Estimate:
         }
         total = self._matching(change)
         if whole:
-            runs = level.stacks if self.settings.target == "stack" else level.blocks
-            total += self._moving(change, runs, 2, min(left_of.values()))
+            total += self._moving(change, self._runs(level), 2, min(left_of.values()))
         for kind in level.kinds:
             left = min(left_of.values()) if whole else left_of.get(kind, tokens)
             keys_only = kind == "attn" and self.settings.target == "kv"
             queries = tokens if keys_only else left
-            before = self._layers(change, kind, tokens, tokens)
-            after = self._layers(change, kind, queries, left)
+            before = self._kind(change, kind, tokens, tokens)
+            after = self._kind(change, kind, queries, left)
             total += before + (after - before) * change.share
             if kind in left_of and not whole:
                 total += self._moving(change, level.blocks, 1 if keys_only else 2, left)
                 if self.settings.proportional and kind == "attn":
                     total += self._widening(change, queries + 2 * left)
         return total
+
+    def _runs(self, level: Level) -> int:
+        """Runs of blocks that are merged together."""
+        return level.stacks if self.settings.target == "stack" else level.blocks
 
     def _moving(self, change: Change, regions: int, ways: int, left: float) -> Work:
         """Merging, and with two ways restoring too, in so many regions of a level."""
@@ -200,12 +253,15 @@ class _Estimate:
         level, settings = change.level, self.settings
         plans = 1.0
         if settings.share == "block":
-            plans = change.share * (level.stacks if settings.target == "stack" else level.blocks)
+            plans = change.share * self._runs(level)
         elif settings.share == "steps":
             plans /= settings.refresh
         total = Work()
         for parts in change.segments.values():
-            comparisons, launches = _count_matching(self.selector, parts)
+            matched = [(part.cells, part) for part in parts if part.cells is not None]
+            compare_in, launch_in = self.selector.comparisons, self.selector.launches
+            comparisons = sum([p.groups * compare_in(cells, p.remove) for cells, p in matched])
+            launches = sum([launch_in(cells) for cells, _ in matched])
             if not self.triton and launches > 0:
                 launches = max(launches, _REFERENCE_MATCHING)
             products = 2.0 * plans * self.items * comparisons * level.channels
@@ -218,15 +274,3 @@ class _Estimate:
         moved = rows * self.items * change.level.channels * self.item_size
         effort = _EFFORT[self.launcher] if self.triton else 1.0
         return Work(self.machine.seconds(moved=moved, kernels=count), effort * count)
-
-
-def _count_matching(selector: Selector, parts: tuple[Segment, ...]) -> tuple[int, int]:
-    """Pairs that are compared for a plan of one item, and kernels."""
-    comparisons = launches = 0
-    for segment in parts:
-        if segment.volume is None:
-            continue
-        for group, remove in zip(segment.volume.parts, segment.removes, strict=True):
-            comparisons += group.groups * selector.comparisons(group.cells, remove)
-            launches += selector.launches(group.cells)
-    return comparisons, launches

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .settings import Settings
 
-__all__ = ["Shift", "Timeline", "ratio_at", "stage_at"]
-
 # Every ratio makes another number of tokens, and so other shapes to allocate and compile for.
 _TWENTIETH = 20
 
@@ -146,21 +144,7 @@ def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 
         return 0.0
     if settings.tau is not None and timeline.noise_share(time) >= settings.tau:
         return 0.0
-    return _scheduled(progress, settings)
-
-
-def stage_at(progress: float, settings: Settings) -> tuple[str, float]:
-    """The selector and the ratio that a list says; without one, those of the settings."""
-    stages = settings.stages
-    if not stages:
-        return settings.selector, settings.ratio
-    return stages[min(len(stages) - 1, int(progress * len(stages)))]
-
-
-def _scheduled(progress: float, settings: Settings) -> float:
     schedule = settings.schedule
-    if schedule is None:
-        return settings.ratio
     if isinstance(schedule, str):
         assert settings.ratio_end is not None
         way = progress if schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
@@ -172,3 +156,11 @@ def _scheduled(progress: float, settings: Settings) -> float:
     if not 0 <= ratio <= 1:
         raise ValueError(f"schedule({progress:g}) = {ratio!r}: must be between 0 and 1")
     return ratio
+
+
+def stage_at(progress: float, settings: Settings) -> tuple[str, float]:
+    """The selector and the ratio that a list says; without one, those of the settings."""
+    stages = settings.stages
+    if not stages:
+        return settings.selector, settings.ratio
+    return stages[min(len(stages) - 1, int(progress * len(stages)))]

@@ -15,8 +15,7 @@ from torch import Tensor
 from . import kernels
 from .kernels import Cells, Draw, Lists, Request, reference
 from .plan import MergePlan
-
-__all__ = ["SELECTORS", "Selector", "bipartite", "grid", "kmeans", "plan_flops"]
+from .settings import Settings
 
 
 class Selector(ABC):
@@ -67,10 +66,6 @@ class Selector(ABC):
     @abstractmethod
     def write(self, plan: MergePlan, metric: Tensor, request: Request) -> None:
         """Writes to `plan`, which has `N - request.remove` slots, unless it is still fresh."""
-
-    def removable(self, cells: Cells, ratio: float, multiple: int = 1) -> int:
-        """Tokens that a ratio removes; `multiple`: see `Cells.removable`."""
-        return cells.removable(ratio, even=self.even_windows, multiple=multiple)
 
     @abstractmethod
     def comparisons(self, cells: Cells, remove: int) -> int:
@@ -292,6 +287,15 @@ bipartite, kmeans, grid = Bipartite(), KMeans(), Grid()
 
 SELECTORS: dict[str, Selector] = {one.name: one for one in (bipartite, kmeans, grid)}
 """By name, as `settings.selector` says it."""
+
+
+def removable(settings: Settings, cells: Cells, ratio: float) -> int:
+    """Tokens that a ratio removes from an image."""
+    # Attention that is not fused is much slower where its scores are no multiple of 16 bytes. The
+    # window of the paper means its numbers too, and of few tokens, a few more are many.
+    exact = settings.window == 0 or cells.tokens < 512
+    even = SELECTORS[settings.selector].even_windows
+    return cells.removable(ratio, even=even, multiple=1 if exact else 8)
 
 
 def plan_flops() -> dict[Any, Callable[..., int]]:

@@ -7,59 +7,32 @@ can be kept and entered again later, which is what gradient checkpointing needs.
 """
 
 import threading
-import uuid
 import warnings
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .compiler import constant_when_traced, never_traced
-from .cost import Verdict
+from .compiler import Named, constant_when_traced, find_named
 from .kept import Kept
 from .outline import Outline
 from .plan import MergePlan
 from .proportional import Proportion
-from .schedule import Timeline, ratio_at, stage_at
+from .rule import LeftAlone, Verdict
+from .schedule import Timeline
+from .segments import Segment, tokens_removed
 from .selectors import SELECTORS, Selector
 from .settings import MergeWarning, Settings
 from .steps import Moment, Steps
-from .volume import Volume
-
-__all__ = [
-    "Call",
-    "Cut",
-    "Decision",
-    "Grid",
-    "LeftAlone",
-    "OpenRegion",
-    "Patch",
-    "Scope",
-    "Segment",
-    "current_scope",
-    "is_idle",
-    "refuse_outside",
-    "run_inside",
-    "tokens_removed",
-]
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of tokens. An image has one frame."""
 
-LeftAlone = Literal["", "not faster", "pays in CUDA graphs only", "attention is cached"]
-"""Why blocks are not merged that could be: merging costs more than it saves, or does so because the
-host has to launch the kernels; or a cache keeps what attention gave for later steps, at which other
-tokens are merged. Empty: they are merged."""
-
-_patches: "WeakValueDictionary[str, Patch]" = WeakValueDictionary()
-
 
 @dataclass(eq=False)
-class Patch:
+class Patch(Named):
     """What all patched modules of one model share."""
 
     settings: Settings
@@ -73,8 +46,8 @@ class Patch:
     """Transformer blocks in the model."""
     outline: Outline = field(default_factory=Outline)
     """What the model does, for the rule `when="if_faster"`."""
-    selector: Selector = field(init=False)
-    """What groups tokens, where the schedule names no other."""
+    selector: Selector | None = None
+    """What groups tokens instead of what the settings name."""
     by_selector: dict[str, Settings] = field(init=False)
     """The settings with each of the selectors that the schedule names."""
     observer: "Callable[[Scope, nn.Module, MergePlan], None] | None" = None
@@ -82,117 +55,39 @@ class Patch:
     kept: Kept = field(default_factory=Kept)
     decisions: "tuple[Decision, ...]" = ()
     """Of the last call."""
-    judged: dict[Any, Any] = field(default_factory=dict)
-    """What the rule has said, by what it was asked about."""
-    loaded: "deque[Any]" = field(default_factory=lambda: deque(maxlen=64))
-    """Shapes of tokens that kernels have been loaded for ahead of time."""
+    known: dict[Any, Any] = field(default_factory=dict)
+    """See `once`."""
     warned: set[str] = field(default_factory=set)
     steps: Steps = field(default_factory=Steps)
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """By which functions find it that are constant to the compiler, and take constants alone."""
 
     def __post_init__(self) -> None:
-        self.selector = SELECTORS[self.settings.selector]
+        super().__init__()
         self.by_selector = {
             name: replace(self.settings, selector=name) for name in self.settings.selectors
         }
-        _patches[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = (self.settings, self.asked, self.rooted, self.timeline, self.blocks, self.outline)
         return Patch, own
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gave when something was first asked for under this key."""
+        if key not in self.known:
+            if len(self.known) >= 64:
+                self.known.clear()
+            self.known[key] = make()
+        return self.known[key]
+
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)
-
-    def read_time(
-        self, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str = ""
-    ) -> tuple[Settings, float, Moment | None, bool]:
-        """The settings and the ratio at a timestep, what the call does if regions are reused, and
-        whether it is made coarse.
-
-        Args:
-            timestep: a number, or a tensor `[]` or `[T]`.
-            size: of the latents: items, tokens of each, and whatever else tells images apart.
-            apart: see `Call`; nothing is reused then.
-            obstacle: why the call cannot be made coarse, if it cannot.
-        """
-        said = _read_time(self.name, timestep, size, apart, obstacle)
-        if said == _COARSE:
-            return self.settings, 0.0, None, True
-        ratio, selector, *moment = said.split()
-        settings = self.by_selector[selector]
-        if not moment:
-            return settings, float(ratio), None, False
-        return settings, float(ratio), Moment(*map(int, moment)), False  # type: ignore[arg-type]
 
 
 @constant_when_traced  # so compiled models warn too
 def _warn_once(name: str, message: str) -> None:
-    patch = _patches[name]
+    patch: Patch = find_named(name)
     if message not in patch.warned:
         patch.warned.add(message)
         warnings.warn(message, MergeWarning, stacklevel=2)
-
-
-_COARSE = "coarse"
-
-
-# The compiler compiles what follows for each answer, which comes as words because numbers that
-# change would become variables.
-@never_traced(
-    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse, coarse), which "
-    "no graph can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
-    "torch.compile"
-)
-def _read_time(name: str, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str) -> str:
-    patch = _patches[name]
-    if isinstance(timestep, Tensor):
-        if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "schedule, start, end, tau, reuse, coarse: what is merged depends on the timestep, "
-                "which a CUDA graph cannot read; capture a graph for each ratio"
-            )
-        times = patch.timeline.noisiest(timestep).flatten().tolist()  # waits for the device
-        timestep = sum(times) / len(times)
-    time, settings, timeline = float(timestep), patch.settings, patch.timeline
-    progress = timeline.progress(time, size[1])
-    if settings.is_coarse(progress):
-        if not obstacle:
-            patch.steps.restart()
-            return _COARSE
-        patch.warn_once(f"tomesd runs steps on all tokens that coarse would make fewer: {obstacle}")
-    ratio = f"{ratio_at(time, settings, timeline, size[1])!r} {stage_at(progress, settings)[0]}"
-    if settings.reuse is None:
-        return ratio
-    if apart:
-        patch.steps.ran = {}
-        patch.warn_once(
-            "tomesd reuses nothing while gradients are wanted, or something else needs every block "
-            "(a ControlNet, a cache of blocks)"
-        )
-        return ratio
-    if patch.steps.enter(-time if timeline.rises else time, progress, size):
-        patch.kept.forget("reuse_")
-    started = progress >= (settings.reuse_start or 0.0)
-    moment = patch.steps.moment(settings.reuse, started, settings.reuse_within)
-    return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of the image tokens, and how many of it go."""
-
-    tokens: int
-    volume: Volume | None = None
-    """Its frames and cells. None: it is left alone."""
-    removes: tuple[int, ...] = ()
-    """Tokens to remove from each group of frames, for each part of the volume."""
-
-    @property
-    def remove(self) -> int:
-        """Tokens to remove in all."""
-        return 0 if self.volume is None else self.tokens - self.volume.slots(self.removes)
 
 
 @dataclass(eq=False)
@@ -210,6 +105,8 @@ class Decision:
     """Why nothing merges, although something could."""
     level: int = 1
     """How many times smaller than the latent the grid is."""
+    first: int | None = 0
+    """Tokens before those of the image that is made; None: nobody knows."""
     start: Tensor | None = None
     """Where the image's tokens begin in a joint sequence, `[B]`, if items differ in that."""
     number: int = 0
@@ -227,10 +124,6 @@ class Decision:
         if not self.merges:
             return 0
         return max([tokens_removed(parts) for parts in self.segments.values()])
-
-
-def tokens_removed(segments: tuple[Segment, ...]) -> int:
-    return sum([segment.remove for segment in segments])
 
 
 @dataclass(eq=False)
@@ -286,8 +179,7 @@ class Call:
     @property
     def selector(self) -> Selector:
         """What groups tokens in this call."""
-        named = self.settings.selector
-        return self.patch.selector if named == self.patch.settings.selector else SELECTORS[named]
+        return self.patch.selector or SELECTORS[self.settings.selector]
 
     @property
     def cuts_in_common(self) -> list[Cut] | None:
@@ -299,9 +191,11 @@ class Call:
         """Whether the regions of this call do not run."""
         return self.moment is not None and self.moment.reuses
 
-    @property
-    def merged(self) -> bool:
-        return any(decision.remove > 0 for decision in self.decisions)
+    def times(self, batch: int) -> Tensor | None:
+        """The timesteps of a batch: one for all of its items, or one for each."""
+        if self.timestep is not None and batch % self.timestep.numel():
+            return self.timestep.reshape(-1)[:1]
+        return self.timestep
 
 
 @dataclass(eq=False)
@@ -327,7 +221,7 @@ class Scope:
     """Where in a call of the model a thread is."""
 
     call: Call
-    decision: Decision | None = None
+    decided: Decision | None = None
     """Inside a stack of blocks: what was decided for it."""
     plans: dict[str, MergePlan] = field(default_factory=dict)
     """Inside a block: what its layers merge by, kind to plan; each layer takes out its own."""
@@ -349,13 +243,17 @@ class Scope:
         return self.call.settings
 
     @property
+    def decision(self) -> Decision:
+        """What was decided for the blocks that it is in."""
+        assert self.decided is not None
+        return self.decided
+
+    @property
     def grid(self) -> Grid:
-        assert self.decision is not None
         return self.decision.grid
 
     def next_place(self) -> str:
         """Names the block or region that begins to merge, the same at every step."""
-        assert self.decision is not None
         self.decision.merging += 1
         return f"{self.decision.number}_{self.decision.merging - 1}"
 
@@ -377,9 +275,9 @@ def current_scope(patch: Patch) -> Scope | None:
 def is_idle(patch: Patch) -> bool:
     """Whether this thread is in blocks that merge nothing. Quick: most layers ask."""
     scope = _thread.scope
-    if scope is None or scope.decision is None:
+    if scope is None or scope.decided is None:
         return False
-    idle = not scope.decision.merges and scope.call.moment is None
+    idle = not scope.decided.merges and scope.call.moment is None
     return idle and scope.call.patch is patch
 
 

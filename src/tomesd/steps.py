@@ -3,8 +3,6 @@
 import threading
 from dataclasses import dataclass, field
 
-__all__ = ["Moment", "Steps"]
-
 _MOST_CALLS = 8
 """At one time, for one image: more are other images, such as those of models that take one step."""
 

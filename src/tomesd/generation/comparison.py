@@ -15,9 +15,9 @@ from torch import nn
 
 import tomesd
 
-from ..grids import removable
 from ..kernels import Cells
 from ..machine import synchronize
+from ..selectors import removable
 from ..settings import Settings
 from .loading import denoiser
 from .maps import MergeMap, draw_map, map_at, map_title, sample_with_maps, three_steps

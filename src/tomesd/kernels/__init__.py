@@ -19,11 +19,8 @@ from torch import Tensor
 from ..compiler import constant_when_traced
 from . import reference
 from .backend import launch, load_fast, use_triton
-from .cells import Cells
-from .draw import Draw, draw_key, draw_offsets
-from .lists import Lists, list_members
-from .operators import flatten, opaque_operator
-from .request import Clock, Request
+from .cells import Cells, Draw, draw_key, draw_offsets
+from .request import Clock, Lists, Request, flatten, list_members, opaque_operator
 
 __all__ = [
     "Cells",

@@ -13,10 +13,7 @@ from torch import Tensor
 
 from ..compiler import constant_when_traced
 from .cells import Cells
-from .lists import Lists
-from .request import Request
-
-__all__ = ["launch", "load_fast", "use_triton"]
+from .request import Lists, Request
 
 # The compute capability that NVIDIA's GPUs need for each dtype.
 _NEEDED = {torch.float16: (7, 0), torch.bfloat16: (8, 0), torch.float32: (7, 0)}

@@ -6,21 +6,7 @@ import torch
 from torch import Tensor
 
 from .cells import Cells
-from .lists import Lists, list_members
-from .request import Request
-
-__all__ = [
-    "best_match",
-    "best_pairs",
-    "direction",
-    "keep_for_backward",
-    "match_tokens",
-    "pair_lists",
-    "slot_gather",
-    "slot_mean",
-    "slot_mean_backward",
-    "slot_restore",
-]
+from .request import Lists, Request, list_members
 
 
 def match_tokens(metric: Tensor, request: Request, lists: Lists) -> None:

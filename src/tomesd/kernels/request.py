@@ -1,16 +1,52 @@
-"""What a selector is asked for: a plan, and when to make it anew if it outlives a call."""
+"""What a selector is asked for, the lists that it writes, and operators of PyTorch that do so."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .cells import Cells
-from .draw import Draw
-from .lists import Lists
+from .cells import Cells, Draw
 
-__all__ = ["Clock", "Request"]
+
+class Lists(NamedTuple):
+    """Which tokens are in which slot; see `MergePlan`."""
+
+    slot: Tensor
+    """`[B, N]`, int64."""
+    order: Tensor
+    """`[B, N]`, int32."""
+    span: Tensor
+    """`[B, M, 2]`, int32."""
+
+    @classmethod
+    def empty(cls, batch: int, tokens: int, slots: int, device: torch.device) -> "Lists":
+        """Lists to be filled in."""
+        return cls(
+            torch.empty(batch, tokens, dtype=torch.int64, device=device),
+            torch.empty(batch, tokens, dtype=torch.int32, device=device),
+            torch.empty(batch, slots, 2, dtype=torch.int32, device=device),
+        )
+
+
+def list_members(slot: Tensor, slots: int, tokens: Tensor | None = None) -> Lists:
+    """The tokens of each slot.
+
+    Args:
+        slot: slot of each token, `[B, N]`.
+        slots: how many there are.
+        tokens: all tokens, `[B, N]`, in the order in which a slot lists its own; the first one is
+            its representative. None: by number.
+    """
+    if tokens is None:
+        order = slot.argsort(dim=1, stable=True)
+    else:
+        order = tokens.gather(1, slot.gather(1, tokens).argsort(dim=1, stable=True))
+    size = torch.zeros(slot.shape[0], slots, dtype=torch.int64, device=slot.device)
+    size.scatter_add_(1, slot, torch.ones_like(slot))
+    first = size.cumsum(1) - size
+    return Lists(slot, order.int(), torch.stack([first, size], dim=2).int())
 
 
 @dataclass(frozen=True)
@@ -92,3 +128,41 @@ class Request:
 def _is_captured(x: Tensor) -> bool:
     """Whether what is done to `x` becomes part of a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+WRITTEN = ("slot", "order", "span", "clock")
+"""Arguments that these operators write to."""
+
+
+def flatten(metric: Tensor, request: Request, lists: Lists) -> tuple[Any, ...]:
+    """The arguments of an operator."""
+    state = None if request.clock is None else request.clock.state
+    return (metric.detach(), request.draw.timestep, *lists, state, request.numbers)
+
+
+def opaque_operator(
+    name: str, write: Callable[[Tensor, Request, Lists, bool], None]
+) -> Callable[[Tensor, Request, Lists, bool], None]:
+    """`write` as an operator `tomesd::name`, which compilers take in as it is.
+
+    Args:
+        write: takes the metric, what is wanted, the lists to write to, and whether to use the
+            Triton kernels.
+    """
+
+    def run(
+        metric: Tensor,
+        timestep: Tensor | None,
+        slot: Tensor,
+        order: Tensor,
+        span: Tensor,
+        clock: Tensor | None,
+        numbers: Sequence[int],
+        triton: bool,
+    ) -> None:
+        request = Request.of_numbers(numbers, timestep, clock)
+        write(metric, request, Lists(slot, order, span), triton)
+
+    operator = torch.library.custom_op(f"tomesd::{name}", run, mutates_args=WRITTEN)
+    operator.register_fake(lambda *_, **__: None)
+    return lambda metric, request, lists, triton: operator(*flatten(metric, request, lists), triton)

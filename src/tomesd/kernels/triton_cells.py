@@ -1,4 +1,4 @@
-"""Where tokens lie and which are drawn, for Triton kernels: `cells.py` and `draw.py` on a GPU."""
+"""Where tokens lie and which are drawn, for Triton kernels: `cells.py` on a GPU."""
 
 # Kernels are Triton's language, not Python's.
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, allow-untyped-calls
@@ -8,11 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .cells import Cells
-from .draw import MASK, MULTIPLIERS
+from .cells import MASK, MULTIPLIERS, Cells
 from .triton_launch import power_of_2
-
-__all__ = ["cells_in", "dst_token", "inverse_length", "src_token", "window_tile"]
 
 _MASK = tl.constexpr(MASK)
 _M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
@@ -20,7 +17,7 @@ _M0, _M1, _M2 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 @triton.jit
 def _mix(x):
-    """Scrambles 31 bits, as `draw._mix` does."""
+    """Scrambles 31 bits, as `cells._mix` does."""
     x = ((x ^ (x >> 15)) * _M0) & _MASK
     x = ((x ^ (x >> 15)) * _M1) & _MASK
     x = ((x ^ (x >> 15)) * _M2) & _MASK

@@ -15,12 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .lists import Lists
-from .request import Request
+from .request import Lists, Request
 from .triton_cells import cells_in, dst_token, src_token, window_tile
 from .triton_launch import blocks, jit_at_any_step, power_of_2
-
-__all__ = ["choose_sources"]
 
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 

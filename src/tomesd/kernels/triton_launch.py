@@ -13,8 +13,6 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-__all__ = ["blocks", "jit_at_any_step", "power_of_2", "quickly"]
-
 # For kernels that read the time. A sampler takes its timesteps one by one out of a list, so that
 # every other one is not aligned, and at the second step the kernels would be compiled again.
 jit_at_any_step = triton.jit(do_not_specialize_on_alignment=["timestep"])

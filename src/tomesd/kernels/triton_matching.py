@@ -15,14 +15,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .lists import Lists
-from .operators import WRITTEN
-from .request import Request
+from .request import WRITTEN, Lists, Request
 from .triton_choosing import choose_sources
 from .triton_launch import jit_at_any_step, power_of_2, quickly
 from .triton_search import search
-
-__all__ = ["match_tokens", "match_tokens_op"]
 
 
 @jit_at_any_step

@@ -16,10 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
-from .lists import Lists
+from .request import Lists
 from .triton_launch import blocks, quickly
-
-__all__ = ["slot_gather", "slot_mean", "slot_mean_op", "slot_restore"]
 
 
 @triton.jit

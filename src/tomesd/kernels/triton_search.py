@@ -21,8 +21,6 @@ from .cells import Cells
 from .triton_cells import cells_in, dst_token, inverse_length, src_token, window_tile
 from .triton_launch import blocks, jit_at_any_step
 
-__all__ = ["search"]
-
 
 @jit_at_any_step
 def _best_in_window(

@@ -19,10 +19,9 @@ part of the generated class, so they can be pickled, and equal ones share a clas
 from .block import Block, Member
 from .coarse import Coarse
 from .deep import Deep
-from .given import Given
 from .layers import Layer, Norm, Projection
 from .model import Stack, TransformerRoot, UNetRoot
-from .role import Role
+from .role import Given, Role
 from .tokens import Along, Tokens
 
 __all__ = [

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planning import find_plan, note_output
+from ..metric import note_output
+from ..planning import find_plan
 from ..policy import decide
 from ..reuse import use_or_keep
 from ..state import (
@@ -23,8 +24,6 @@ from ..state import (
 from .role import Inner, Role
 from .tokens import Tokens
 
-__all__ = ["Block", "Member"]
-
 
 @dataclass(frozen=True)
 class _AnyBlock(Role):
@@ -33,22 +32,29 @@ class _AnyBlock(Role):
     def scope_at(self, module: nn.Module, patch: Patch, x: Tensor) -> Scope:
         """Where the block is."""
         scope = current_scope(patch)
-        if scope is None or scope.decision is None:
+        if scope is None or scope.decided is None:
             refuse_outside(patch, module)
             scope = _square_scope(patch, x)
         return scope
 
-    def reason_to_skip(self, scope: Scope, x: Tensor, refused: str | None) -> str | None:
-        """Why a block that could merge must not."""
-        assert scope.decision is not None
-        tokens, (frames, h, w) = scope.decision.tokens, scope.grid
-        got = x.shape[1]
+    def can_merge(
+        self, scope: Scope, module: nn.Module, x: Tensor, refused: str | None = None
+    ) -> bool:
+        """Whether a block that is to merge can; users are told why it cannot.
+
+        Args:
+            refused: an argument that it got, and that cannot be cut.
+        """
+        tokens, (frames, h, w), got = scope.decision.tokens, scope.grid, x.shape[1]
         if got < tokens or (got > tokens and not self.tokens.joint):
             size = f"{h}x{w}" if frames == 1 else f"{frames}x{h}x{w}"
-            return f"it got {got} tokens, not the {size} of its map"
-        if scope.settings.whole_blocks and refused is not None:
-            return f"{refused} is given, and is laid out for unmerged tokens"
-        return None
+            reason = f"it got {got} tokens, not the {size} of its map"
+        elif refused is not None:
+            reason = f"{refused} is given, and is laid out for unmerged tokens"
+        else:
+            return True
+        scope.patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
+        return False
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,7 @@ class Block(_AnyBlock):
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         x = self.tokens.take(args, kwargs)
         scope = self.scope_at(module, patch, x)
-        assert scope.decision is not None
-        if not scope.decision.merges:
-            return inner(*args, **kwargs)
-        reason = self.reason_to_skip(scope, x, None)
-        if reason:
-            patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
+        if not scope.decision.merges or not self.can_merge(scope, module, x):
             return inner(*args, **kwargs)
         decision = scope.decision
         scope = Scope(scope.call, decision, place=scope.next_place())
@@ -148,22 +149,18 @@ class Member(_AnyBlock):
         self, scope: Scope, module: nn.Module, args: tuple, kwargs: dict
     ) -> OpenRegion | None:
         """Begins a region, unless there is nothing to merge, keep or reuse."""
-        assert scope.decision is not None
         x = self.tokens.take(args, kwargs)
         merges = scope.decision.merges and not self._reuses(scope)
         if merges:
-            reason = self.reason_to_skip(scope, x, self.tokens.given_refused(args, kwargs))
-            if reason:
-                scope.patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
-            merges = reason is None
+            refused = self.tokens.given_refused(args, kwargs)
+            merges = self.can_merge(scope, module, x, refused)
         keeps = self.reusable and scope.call.moment is not None
         if not merges and not keeps:
             return None
         place = scope.next_place()
         if merges:
-            region = self._merge(
-                Scope(scope.call, scope.decision, place=place), module, args, kwargs
-            )
+            here = Scope(scope.call, scope.decision, place=place)
+            region = self._merge(here, module, args, kwargs)
         else:
             region = OpenRegion(None, x, x, [{}], place)
         if keeps:
@@ -174,18 +171,17 @@ class Member(_AnyBlock):
 
     def _merge(self, scope: Scope, module: nn.Module, args: tuple, kwargs: dict) -> OpenRegion:
         """A region on merged tokens."""
-        assert scope.decision is not None
         decision, x = scope.decision, self.tokens.take(args, kwargs)
         cuts = scope.call.cuts_in_common
         (segments,) = decision.segments.values()
-        if not self.tokens.joint:
-            plan = find_plan(scope, module, x, segments)
-            along = self.tokens.cut_along(plan, decision, args, kwargs, cuts)
-            return OpenRegion(plan, x, plan.merge(x), along, scope.place)
-        start = self.tokens.start(x.shape[1], decision, args, kwargs)
-        plan = find_plan(scope, module, _part(x, start, decision.tokens), segments)
+        start, image = None, x
+        if self.tokens.joint:
+            start = self.tokens.start(x.shape[1], decision, args, kwargs)
+            image = _part(x, start, decision.tokens)
+        plan = find_plan(scope, module, image, segments)
         along = self.tokens.cut_along(plan, decision, args, kwargs, cuts)
-        plan = plan.placed(start, x.shape[1])
+        if start is not None:
+            plan = plan.placed(start, x.shape[1])
         return OpenRegion(plan, x, plan.merge(x), along, scope.place)
 
     def _close(self, scope: Scope, region: OpenRegion, output: Any) -> Any:

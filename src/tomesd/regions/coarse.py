@@ -1,19 +1,97 @@
-"""A call of a transformer on a coarser image: what of its arguments changes, and what it gives."""
+"""A call of a model on a coarser image: what of its arguments changes, and what it gives.
+
+Pixels of noise differ from each other, and neighbouring pixels of an image hardly do. So the mean
+of 2 x 2 pixels of a noisy latent is an image of half the size with half the noise, and while there
+is much noise, it tells a model nearly all that the whole latent does.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..coarse import SIDE, FlowStep, VarianceStep, flow_level, pack, unpack, variance_share
 from ..layout import Layout
 from ..schedule import Timeline
 from ..state import Grid
-from .given import Given
+from .role import Given
 
-__all__ = ["Coarse", "coarse_unet", "unet_obstacle"]
+SIDE = 2
+"""Of the squares of latent pixels that become one."""
+
+
+@dataclass(eq=False)
+class Step:
+    """A step at a latent `a image + s noise`, where a + s = 1 if it is one of a rectified flow, and
+    a^2 + s^2 = 1 if not."""
+
+    latent: Tensor
+    """`[..., H, W]`."""
+    a: Tensor
+    s: Tensor
+    """Both of a shape that goes with the latent's."""
+    predicts: str
+    """What the model predicts: "flow", `noise - image`; "epsilon", the noise; or "v_prediction",
+    `a noise - s image`."""
+
+    def __post_init__(self) -> None:
+        s = self.s / SIDE
+        # What the mean `a image + s/SIDE noise` is divided by to be such a latent again.
+        self._norm = self.a + s if self.predicts == "flow" else (self.a**2 + s**2).sqrt()
+        self.small_s = s / self._norm
+
+    @property
+    def small(self) -> Tensor:
+        """The latent at half the height and width, in float32, with `small_s` noise."""
+        return average(self.latent) / self._norm
+
+    def prediction(self, small: Tensor) -> Tensor:
+        """The prediction `[..., H, W]`, from that for the small latent."""
+        s, small = self.small_s, small.float()
+        if self.predicts == "flow":
+            return (self.latent.float() - enlarge(self.small - s * small)) / self.s
+        a = self.a / self._norm
+        if self.predicts == "epsilon":
+            image = enlarge((self.small - s * small) / a)
+        else:
+            image = enlarge(a * self.small - s * small)
+        noise = (self.latent.float() - self.a * image) / self.s
+        return noise if self.predicts == "epsilon" else self.a * noise - self.s * image
+
+
+def average(latent: Tensor) -> Tensor:
+    """The means of squares of pixels, `[..., H, W]` to `[..., H / 2, W / 2]`, in float32.
+
+    Frames of a video are never averaged: their noise differs, but so do they.
+    """
+    *more, h, w = latent.shape
+    squares = latent.float().reshape(*more, h // SIDE, SIDE, w // SIDE, SIDE)
+    return squares.mean(dim=(-3, -1))
+
+
+def enlarge(latent: Tensor) -> Tensor:
+    """`[..., H, W]` at twice its height and width."""
+    *more, h, w = latent.shape
+    flat = F.interpolate(latent.reshape(1, -1, h, w), scale_factor=SIDE, mode="bilinear")
+    return flat.reshape(*more, SIDE * h, SIDE * w)
+
+
+def unpack(tokens: Tensor, grid: tuple[int, int, int], side: int) -> Tensor:
+    """Tokens `[B, F * h * w, C * side * side]` as a latent `[B, C, F, h * side, w * side]`."""
+    frames, h, w = grid
+    patches = tokens.reshape(tokens.shape[0], frames, h, w, -1, side, side)
+    return patches.permute(0, 4, 1, 2, 5, 3, 6).reshape(
+        tokens.shape[0], -1, frames, h * side, w * side
+    )
+
+
+def pack(latent: Tensor, side: int) -> Tensor:
+    """Undoes `unpack`."""
+    batch, channels, frames, h, w = latent.shape
+    patches = latent.reshape(batch, channels, frames, h // side, side, w // side, side)
+    return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
 
 
 @dataclass(frozen=True)
@@ -70,22 +148,23 @@ class Coarse:
             time: the parameter that takes the timestep.
         """
         name, timestep, (frames, h, w) = given.names[0], given[time], layout.grid
-        grid = (frames, h // SIDE, w // SIDE)
         levels = timeline.level(torch.as_tensor(timestep).float())
         latents = self._latents(given[name], layout.grid)
-        steps = [*map(FlowStep, latents, _beside(levels, given[name], latents))]
+        beside = _beside(levels, given[name], latents)
+        steps = [Step(x, 1 - s, s, "flow") for x, s in zip(latents, beside, strict=True)]
         changes = self._smaller(given, layout.grid)
         changes[name] = self._argument([step.small for step in steps], given[name])
-        changes[time] = _like(timestep, timeline.time(flow_level(levels)))
-        given = given.replaced(changes)
-        output = model(*given.args, **given.kwargs)
-
-        sample = _sample(output)
+        small_levels = Step(latents[0], 1 - levels, levels, "flow").small_s
+        changes[time] = _like(timestep, timeline.time(small_levels))
         # Models whose times rise predict the image less the noise.
         sign = -1 if timeline.rises else 1
-        small = self._latents(sample, grid)
-        whole = [sign * step.velocity(sign * v) for step, v in zip(steps, small, strict=True)]
-        return _with_sample(output, self._argument(whole, sample))
+
+        def enlarged(sample: Any) -> Any:
+            small = self._latents(sample, (frames, h // SIDE, w // SIDE))
+            whole = [sign * step.prediction(sign * v) for step, v in zip(steps, small, strict=True)]
+            return self._argument(whole, sample)
+
+        return _call(model, given.replaced(changes), enlarged)
 
     def _latents(self, value: Any, grid: Grid) -> list[Tensor]:
         """Latents `[..., H, W]`: of the batch at once, or one for each of a list."""
@@ -138,28 +217,22 @@ def unet_obstacle(module: Any, given: Given) -> str:
 def coarse_unet(given: Given, timeline: Timeline, time: str, model: Callable[..., Any]) -> Any:
     """Calls a UNet on a coarser image, and gives what it would have given for the whole one."""
     latent, timestep = given[given.names[0]], given[time]
-    times = torch.as_tensor(timestep, device=latent.device).float()
-    share = timeline.share(times)
+    share = timeline.share(torch.as_tensor(timestep, device=latent.device).float())
     (beside,) = _beside(share, latent, [latent])
-    step = VarianceStep(latent, beside, timeline.prediction == "epsilon")
+    step = Step(latent, (1 - beside).sqrt(), beside.sqrt(), timeline.prediction)
     small = {
         given.names[0]: step.small.to(latent.dtype),
-        time: _like(timestep, timeline.time_of_share(variance_share(share))),
+        time: _like(timestep, timeline.time_of_share(step.small_s**2).view(share.shape)),
     }
-    given = given.replaced(small)
+    return _call(model, given.replaced(small), lambda x: step.prediction(x).to(x.dtype))
+
+
+def _call(model: Callable[..., Any], given: Given, enlarged: Callable[[Any], Any]) -> Any:
+    """Calls a model, and enlarges the sample in its output."""
     output = model(*given.args, **given.kwargs)
-    sample = _sample(output)
-    return _with_sample(output, step.prediction(sample).to(sample.dtype))
-
-
-def _sample(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple) else output.sample
-
-
-def _with_sample(output: Any, sample: Any) -> Any:
     if isinstance(output, tuple):
-        return (sample, *output[1:])
-    return replace(output, sample=sample)
+        return (enlarged(output[0]), *output[1:])
+    return replace(output, sample=enlarged(output.sample))
 
 
 def _beside(levels: Tensor, value: Any, latents: list[Tensor]) -> list[Tensor]:

@@ -6,11 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..reuse import LastResult
+from ..reuse import keep, recall
 from ..state import Patch, current_scope
 from .role import Inner, Role
-
-__all__ = ["Deep"]
 
 
 @dataclass(frozen=True)
@@ -29,18 +27,18 @@ class Deep(Role):
         scope = current_scope(patch)
         if scope is None or scope.call.moment is None:
             return inner(*args, **kwargs)
-        result = LastResult(scope.call, "deep")
         if not scope.call.reuses:
             output = inner(*args, **kwargs)
             if self.last:
-                result.write(output)
+                keep(scope.call, "deep", output)
             return output
         x: Tensor = args[0] if args else kwargs["hidden_states"]
         if self.way == "down":
             return _zeros_down(module, x)
         if not self.last:
             return x
-        return result.read(torch.Size([x.shape[0], _channels(module), *scope.call.size]), x)
+        shape = torch.Size([x.shape[0], _channels(module), *scope.call.size])
+        return recall(scope.call, "deep", shape, x)
 
 
 def _zeros_down(module: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

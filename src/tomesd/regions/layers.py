@@ -11,8 +11,6 @@ from ..state import Patch, Scope, current_scope, run_inside
 from .role import Inner, Role
 from .tokens import Tokens
 
-__all__ = ["Layer", "Norm", "Projection"]
-
 
 @dataclass(frozen=True)
 class Norm(Role):
@@ -40,21 +38,23 @@ class Layer(Role):
         if scope is None or plan is None:
             return inner(*args, **kwargs)
         x = self.tokens.take(args, kwargs)
-        keys_only = self.kind == "attn" and scope.settings.target == "kv"
+        is_self_attention = self.kind == "attn"
+        keys_only = is_self_attention and scope.settings.target == "kv"
         other_keys = self._other_keys(args, kwargs)
         fits = plan.fits(x)
         # A norm that took the place of the patched one has merged nothing.
-        is_merged = self.kind == "attn" and scope.early and not fits
+        is_merged = is_self_attention and scope.early and not fits
         reason = self._reason_to_skip(fits or is_merged, kwargs)
         if keys_only and not reason:
-            reason = other_keys or _reason_for_full_keys(module)
+            reason = other_keys
+            if getattr(module, "fused_projections", False):
+                reason = reason or 'their projections are fused, and target="kv" needs them apart'
         if reason:
             patch.warn_once(f"tomesd left {self.kind} layers alone: {reason}")
             return inner(*args, **kwargs)
-        if scope.settings.proportional and self.kind == "attn" and not other_keys:
+        if scope.settings.proportional and is_self_attention and not other_keys:
             scope = _with_proportion(scope, module, plan)
         merged = x if is_merged else plan.merge(x)
-        assert scope.decision is not None
         cuts = scope.call.cuts_in_common
         along = self.tokens.cut_along(plan, scope.decision, args, kwargs, cuts)
         if keys_only:
@@ -81,12 +81,6 @@ class Layer(Role):
         if kwargs.get("additional_tokens") is not None:  # of sgm
             return "they attend to additional tokens"
         return None
-
-
-def _reason_for_full_keys(module: nn.Module) -> str | None:
-    if getattr(module, "fused_projections", False):
-        return 'their projections are fused, and target="kv" needs them apart'
-    return None
 
 
 def _with_proportion(scope: Scope, module: nn.Module, plan: MergePlan) -> Scope:

@@ -3,22 +3,19 @@
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..coarse import SIDE
 from ..layout import Layout
-from ..planning import expect_clean, load_kernels, note_guidance, recall_guidance
-from ..policy import decide, decide_layout, explain_nothing
+from ..metric import expect_clean, note_guidance, recall_guidance
+from ..planning import load_kernels
+from ..policy import decide, decide_layout, explain_nothing, read_time
 from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
-from .coarse import Coarse, coarse_unet, unet_obstacle
-from .given import Given
-from .role import Inner, Role
-
-__all__ = ["Stack", "TransformerRoot", "UNetRoot", "fullness", "score_heads"]
+from .coarse import SIDE, Coarse, coarse_unet, unet_obstacle
+from .role import Given, Inner, Role
 
 
 @dataclass(frozen=True)
@@ -46,20 +43,22 @@ class _Root(Role):
             apart: see `Call`.
             obstacle: why the call cannot be made coarse, if it cannot.
         """
-        value = given[self.time]
-        call = Call(patch, patch.settings, size, _on_device(value, latent.device, patch))
-        call.apart = apart
+        value, timestep = given[self.time], None
+        if value is not None:
+            # As a number, it would make torch.compile start anew at each step.
+            timestep = value if isinstance(value, Tensor) else torch.tensor([value])
+            timestep = patch.timeline.falling(timestep.to(latent.device))
+        call = Call(patch, patch.settings, size, timestep, apart=apart)
         if patch.settings.changes and value is not None:
-            sizes = (latent.shape[0], tokens, *size)
-            now = patch.read_time(value, sizes, apart, obstacle)
-            call.settings, call.ratio, call.moment, call.coarse = now
+            read_time(call, value, tokens, latent.shape[0], obstacle)
         return call
 
     def finish_call(self, call: Call) -> None:
         patch = call.patch
         if not torch.compiler.is_compiling():
             patch.decisions = tuple(call.decisions)
-        if call.settings.active and call.ratio != 0 and not call.merged:
+        merged = any(decision.remove > 0 for decision in call.decisions)
+        if call.settings.active and call.ratio != 0 and not merged:
             patch.warn_once(explain_nothing(call))
 
 
@@ -87,7 +86,6 @@ class UNetRoot(_Root):
 
     def _run_coarse(self, call: Call, given: Given, inner: Inner) -> Any:
         """Calls the model on a coarser image. Nothing merges in it, or is reused."""
-        call.settings = replace(call.settings, ratio=0.0, level_ratios=None, kind_ratios=None)
         call.size = (call.size[0] // SIDE, call.size[1] // SIDE)
         run = functools.partial(run_inside, Scope(call), inner)
         return coarse_unet(given, call.patch.timeline, self.time, run)
@@ -108,7 +106,7 @@ class TransformerRoot(_Root):
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         scope = current_scope(patch)
-        if scope is not None and scope.decision is not None:  # entered through __call__ already
+        if scope is not None and scope.decided is not None:  # entered through __call__ already
             return inner(*args, **kwargs)
         _refuse_split_sequences(module)
         given = Given(self.names, args, kwargs)
@@ -155,9 +153,12 @@ class TransformerRoot(_Root):
         self.finish_call(call)
         return output
 
+    def _blocks(self, module: nn.Module) -> list[nn.Module]:
+        return [block for name in self.lists for block in getattr(module, name)]
+
     def _may_skip_blocks(self, module: nn.Module) -> bool:
         """Whether a cache may use what a block gave last time instead of running it."""
-        return any(_may_be_skipped(block) for name in self.lists for block in getattr(module, name))
+        return any(not _PLAIN_HOOKS.issuperset(_hooks(block)) for block in self._blocks(module))
 
     def _needs_all_tokens(self, module: nn.Module, given: Given) -> bool:
         """Whether something wants all tokens after each block."""
@@ -169,11 +170,10 @@ class TransformerRoot(_Root):
 
     def _caches_attention(self, module: nn.Module) -> bool:
         """Whether what a layer in a block gave may be used at another step."""
-        blocks = [block for name in self.lists for block in getattr(module, name)]
         # There are hundreds, so that `children`, or a function to ask, would take long.
-        layers = [layer for block in blocks for layer in block._modules.values()]
+        layers = [layer for block in self._blocks(module) for layer in block._modules.values()]
         hooked = [x for x in layers if x is not None and "_diffusers_hook" in x.__dict__]
-        return any(_is_cached(layer) for layer in hooked)
+        return any(not _ATTENTION_CACHES.isdisjoint(_hooks(layer)) for layer in hooked)
 
 
 def fullness(batch: int, kwargs: dict) -> float:
@@ -197,22 +197,15 @@ def _refuse_split_sequences(module: nn.Module) -> None:
         )
 
 
-# Hooks of diffusers that run a block as it is.
-_PLAIN_HOOKS = ("group_offloading", "layerwise_casting", "lazy_prefetch_group_offloading")
+# Hooks of diffusers that run a block as it is, and those that keep what attention gave.
+_PLAIN_HOOKS = {"group_offloading", "layerwise_casting", "lazy_prefetch_group_offloading"}
+_ATTENTION_CACHES = {"taylorseer_cache", "pyramid_attention_broadcast", "faster_cache_block"}
 
 
-# Hooks that keep what attention gave.
-_ATTENTION_CACHES = ("taylorseer_cache", "pyramid_attention_broadcast", "faster_cache_block")
-
-
-def _is_cached(layer: nn.Module) -> bool:
-    registry = layer.__dict__.get("_diffusers_hook")
-    return registry is not None and any(name in registry.hooks for name in _ATTENTION_CACHES)
-
-
-def _may_be_skipped(block: nn.Module) -> bool:
-    registry = block.__dict__.get("_diffusers_hook")
-    return registry is not None and any(name not in _PLAIN_HOOKS for name in registry.hooks)
+def _hooks(module: nn.Module) -> list[str]:
+    """The names of the hooks of diffusers on a module."""
+    registry = module.__dict__.get("_diffusers_hook")
+    return [] if registry is None else list(registry.hooks)
 
 
 def _first_tensor(values: Any) -> Tensor:
@@ -222,14 +215,6 @@ def _first_tensor(values: Any) -> Tensor:
         if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
             return value[0]
     raise TypeError("tomesd found no tensor among the arguments of the model")
-
-
-def _on_device(timestep: Any, device: torch.device, patch: Patch) -> Tensor | None:
-    if timestep is None:
-        return None
-    # As a number, it would make torch.compile start anew at each step.
-    tensor = timestep if isinstance(timestep, Tensor) else torch.tensor([timestep])
-    return patch.timeline.falling(tensor.to(device))
 
 
 @dataclass(frozen=True)

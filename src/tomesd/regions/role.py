@@ -1,4 +1,4 @@
-"""What all roles have in common."""
+"""What all roles have in common: how they run, and the arguments of what they run around."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,8 +9,6 @@ from torch import nn
 
 from ..state import Patch
 
-__all__ = ["Inner", "Role"]
-
 Inner = Callable[..., Any]
 
 
@@ -19,3 +17,44 @@ class Role(ABC):
     @abstractmethod
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         """Calls `inner`, the module's own method, with what it was given or something merged."""
+
+
+def find_argument(names: tuple[str, ...], name: str, args: tuple, kwargs: dict) -> Any:
+    """An argument of a method with these parameters; None if it is not given."""
+    place = names.index(name) if name in names else len(args)
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+def replace_arguments(
+    names: tuple[str, ...], changes: dict[str, Any], args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """The arguments of a method with these parameters, with other values for some of them."""
+    if not changes:
+        return args, kwargs
+    if not args:
+        return args, {**kwargs, **changes}
+    known = min(len(names), len(args))  # PyTorch 2.8 compiles no zip of unequal lengths
+    values, named = list(args), {**kwargs, **changes}
+    for place in range(known):
+        values[place] = named.pop(names[place], values[place])
+    return tuple(values), named
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a call, by name; `a.b` is the entry `b` of the dict `a`, if it has one."""
+
+    names: tuple[str, ...]
+    args: tuple
+    kwargs: dict
+
+    def __getitem__(self, name: str) -> Any:
+        name, *entries = name.split(".")
+        value = find_argument(self.names, name, self.args, self.kwargs)
+        for entry in entries:
+            value = value.get(entry) if isinstance(value, dict) else None
+        return value
+
+    def replaced(self, changes: dict[str, Any]) -> "Given":
+        """The same with other values for some names."""
+        return Given(self.names, *replace_arguments(self.names, changes, self.args, self.kwargs))

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..plan import MergePlan, Rows
 from ..state import Cut, Decision
-
-__all__ = ["Along", "Tokens", "take_item"]
+from .role import find_argument, replace_arguments
 
 
 @dataclass(frozen=True)
@@ -54,57 +53,48 @@ class Along:
             value = value[0 if self.parts is None else self.parts[0]]
         return value.shape[0 if self.tokens_first else self.axes[0]]
 
-    def cut(self, value: Any, left: "_RowsLeft", place: "_Place | None") -> Any:
+    def cut(self, value: Any, left: "_Left") -> Any:
         """The rows that are left, of a tensor or of tensors in tuples, lists and dictionaries; of
         a number of tokens, how many are left."""
         if isinstance(value, Tensor):
-            return self._cut(value, left, place)
+            return self._cut(value, left)
         if isinstance(value, int):
             return left.plan.span.shape[1]
         inner = replace(self, parts=None)
         if isinstance(value, dict):
             names = [name for name in self.parts or () if name in value]
-            return value | {name: inner.cut(value[name], left, place) for name in names}
+            return value | {name: inner.cut(value[name], left) for name in names}
         if isinstance(value, tuple | list):
             parts = range(len(value)) if self.parts is None else self.parts
-            cut = [inner.cut(v, left, place) if i in parts else v for i, v in enumerate(value)]
+            cut = [inner.cut(v, left) if i in parts else v for i, v in enumerate(value)]
             return tuple(cut) if isinstance(value, tuple) else cut
         return value
 
-    def _cut(self, rows: Tensor, left: "_RowsLeft", place: "_Place | None") -> Tensor:
+    def _cut(self, rows: Tensor, left: "_Left") -> Tensor:
         if self.ndim is not None and rows.ndim != self.ndim:
             return rows
         if self.tokens_first:
             inner = replace(self, tokens_first=False)
-            return inner._cut(rows.transpose(0, 1), left, place).transpose(0, 1)
+            return inner._cut(rows.transpose(0, 1), left).transpose(0, 1)
         if self.mean:
             return left.plan.merge(rows)
         for axis in self.axes:
             if rows.shape[axis] > 1:  # one row for all tokens is none for each
-                rows = left.rows(place).pick(rows, axis, batched=self.batched)
+                rows = left.pick(rows, axis, batched=self.batched)
         return rows
 
 
-_Place = tuple[int | Tensor, int]
-"""Where the image's tokens begin in a sequence, and how long that is."""
+class _Left:
+    """What a plan leaves of what lies along its tokens, or along a sequence that holds them."""
 
+    def __init__(self, plan: MergePlan, start: int | Tensor | None, length: int):
+        self.plan, self.start, self.length = plan, start, length
+        self._rows: Rows | None = None  # found once, if they are needed
 
-class _RowsLeft:
-    """The rows that a plan leaves, found once for each length of sequence, if they are needed."""
-
-    def __init__(self, plan: MergePlan):
-        self.plan = plan
-        self._found: list[tuple[int, Rows]] = []
-
-    def rows(self, place: _Place | None) -> Rows:
-        """Of the image's tokens alone, or of a sequence that holds them."""
-        start, length = (None, 0) if place is None else place
-        for known, rows in self._found:
-            if known == length:
-                return rows
-        rows = self.plan.rows(start, length)
-        self._found.append((length, rows))
-        return rows
+    def pick(self, rows: Tensor, axis: int, *, batched: bool) -> Tensor:
+        if self._rows is None:
+            self._rows = self.plan.rows(self.start, self.length)
+        return self._rows.pick(rows, axis, batched=batched)
 
 
 @dataclass(frozen=True)
@@ -135,8 +125,7 @@ class Tokens:
     """Whether the module writes into the tokens it is given."""
 
     def get(self, name: str, args: tuple, kwargs: dict) -> Any:
-        place = self.names.index(name) if name in self.names else len(args)
-        return args[place] if place < len(args) else kwargs.get(name)
+        return find_argument(self.names, name, args, kwargs)
 
     def take(self, args: tuple, kwargs: dict) -> Tensor:
         """The tokens, `[B, N, C]`."""
@@ -151,18 +140,7 @@ class Tokens:
 
     def replaced(self, changes: dict[str, Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with other values for some of them."""
-        if not changes:
-            return args, kwargs
-        if not args:
-            return args, {**kwargs, **changes}
-        known = min(len(self.names), len(args))  # PyTorch 2.8 compiles no zip of unequal lengths
-        values = list(args)
-        for place in range(known):
-            if self.names[place] in changes:
-                values[place] = changes[self.names[place]]
-        by_place = self.names[:known]
-        named = {name: value for name, value in changes.items() if name not in by_place}
-        return tuple(values), {**kwargs, **named}
+        return replace_arguments(self.names, changes, args, kwargs)
 
     def result(self, output: Any) -> Tensor:
         """The tokens in what the module gave."""
@@ -289,10 +267,13 @@ def _cut(
 ) -> dict[str, Any]:
     """Arguments by name, cut. Some have rows on more than one axis, or in one of two shapes."""
     cut: dict[str, Any] = {}
-    left = _RowsLeft(plan)
+    known: list[_Left] = []
     for (along, value), start in zip(given, starts, strict=True):
-        place = None if start is None else (start, along.length(value))
-        cut[along.name] = along.cut(cut.get(along.name, value), left, place)
+        length = 0 if start is None else along.length(value)
+        if not any(left.length == length for left in known):
+            known.append(_Left(plan, start, length))
+        (left,) = [left for left in known if left.length == length]
+        cut[along.name] = along.cut(cut.get(along.name, value), left)
     return cut
 
 

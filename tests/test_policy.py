@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tomesd.grids import level_of
+from tomesd.policy import level_of
 
 sides = st.integers(1, 300)
 

@@ -1,7 +1,7 @@
 """Plans of segments and of frames, against plans of the parts they are made of."""
 
-import functools
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from plan_problems import assert_same_plan, assert_valid
 from torch import Tensor
 
-from tomesd import planning
 from tomesd.kernels import Cells, Clock, Draw, Request
 from tomesd.plan import MergePlan, join
+from tomesd.segments import Segment, cut_grid, plan_segments, tokens_removed
 from tomesd.selectors import SELECTORS
-from tomesd.volume import FrameGroups, Volume
-from tomesd.volume import plan_tokens as plan_volume
+from tomesd.state import Call
 
 CPU = torch.device("cpu")
 every_selector = pytest.mark.parametrize("name", SELECTORS)
@@ -25,59 +24,53 @@ sides = st.integers(1, 7)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Tensor, Volume, tuple[int, ...], dict, tuple]:
-    """A metric, a volume, what to remove from each of its groups, the draw, and the numbers the
-    volume is made from: grid, cell, frames of a group, window."""
+def problems(draw: st.DrawFn) -> tuple[Tensor, tuple[Segment, ...], dict, tuple]:
+    """A metric, the segments of a video, the draw, and the numbers the segments are made from:
+    grid, cell, frames of a group, window."""
     grid = (draw(st.integers(1, 6)), draw(sides), draw(sides))
     cell = (draw(st.integers(1, 3)), draw(st.integers(1, 3)))
     together, window = draw(st.integers(1, 4)), draw(st.integers(0, 4))
-    volume = Volume.of(grid, *cell, together, window)
+    segments = cut_grid(
+        grid,
+        *cell,
+        together,
+        window,
+        lambda cells: draw(st.integers(0, cells.sources // cells.windows)) * cells.windows,
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     batch = draw(st.integers(1, 3))
-    metric = torch.randn(batch, volume.tokens, 5, generator=generator)
-    removes = tuple(
-        draw(st.integers(0, part.cells.sources // part.cells.windows)) * part.cells.windows
-        for part in volume.parts
-    )
+    metric = torch.randn(batch, sum(s.tokens for s in segments), 5, generator=generator)
     timestep = draw(st.sampled_from([torch.tensor(500), torch.rand(batch, generator=generator)]))
     drawn = draw(st.sampled_from([{}, {"timestep": timestep, "key": 77}]))
-    return metric, volume, removes, drawn, (grid, cell, together, window)
+    return metric, segments, drawn, (grid, cell, together, window)
 
 
-def plan_tokens(selector: Any, metric: Tensor, volume: Volume, removes: Any, **how: Any) -> Any:
-    """The plan of a volume by a selector."""
-    return plan_volume(functools.partial(selector, **how), metric, volume, removes)
+def plan_tokens(selector: Any, metric: Tensor, segments: Any, **how: Any) -> Any:
+    """The plan of segments by a selector."""
+    return plan_segments(
+        metric, segments, lambda x, cells, remove, _: selector(x, cells, remove, **how)
+    )
 
 
-def group_of(volume: Volume) -> list[int]:
+def group_of(segments: tuple[Segment, ...]) -> list[int]:
     """The number of the group that each token belongs to."""
-    found: list[int] = []
-    groups = 0
-    for part in volume.parts:
-        for number in range(part.groups):
-            found += [groups + number] * part.cells.tokens
-        groups += part.groups
-    return found
+    sizes = [segment.cells.tokens for segment in segments for _ in range(segment.groups)]
+    return [number for number, size in enumerate(sizes) for _ in range(size)]
 
 
 @every_selector
 @given(problem=problems(), backend=st.sampled_from(["reference", "triton"]))
 @settings(max_examples=40, deadline=None)
 def test_each_token_has_a_slot_of_its_own_group(name, problem, backend):
-    metric, volume, removes, drawn, _ = problem
-    plan = plan_tokens(SELECTORS[name], metric, volume, removes, backend=backend, **drawn)
-    slots = volume.slots(removes)
-    assert_valid(plan, *metric.shape[:2], slots)
-    group = torch.tensor(group_of(volume))
+    metric, segments, drawn, _ = problem
+    plan = plan_tokens(SELECTORS[name], metric, segments, backend=backend, **drawn)
+    assert_valid(plan, *metric.shape[:2], metric.shape[1] - tokens_removed(segments))
+    group = torch.tensor(group_of(segments))
     of_slot = torch.stack([group[row] for row in plan.kept])
     assert torch.equal(of_slot.gather(1, plan.slot), group.expand_as(plan.slot))
     for b in range(metric.shape[0]):  # and as many of each group as of its like
         left = of_slot[b].bincount().tolist()
-        assert left == [
-            part.cells.tokens - remove
-            for part, remove in zip(volume.parts, removes, strict=True)
-            for _ in range(part.groups)
-        ]
+        assert left == [s.cells.tokens - s.remove for s in segments for _ in range(s.groups)]
 
 
 def slow_fold(x: Tensor, first: int, frames: int, h: int, w: int) -> tuple[Tensor, list[int]]:
@@ -95,10 +88,11 @@ def slow_fold(x: Tensor, first: int, frames: int, h: int, w: int) -> tuple[Tenso
 @given(problem=problems())
 @settings(max_examples=40, deadline=None)
 def test_a_group_is_merged_as_an_image_whose_columns_are_its_frames(name, problem):
-    metric, volume, removes, drawn, ((_, h, w), _, _, _) = problem
-    plan = plan_tokens(SELECTORS[name], metric, volume, removes, **drawn)
+    metric, segments, drawn, ((_, h, w), _, _, _) = problem
+    plan = plan_tokens(SELECTORS[name], metric, segments, **drawn)
     frame = slots_before = 0
-    for part, remove in zip(volume.parts, removes, strict=True):
+    for part in segments:
+        remove = part.remove
         for _ in range(part.groups):
             image, tokens = slow_fold(metric, frame, part.frames, h, w)
             slots = slice(slots_before, slots_before + len(tokens) - remove)
@@ -116,11 +110,12 @@ def test_a_group_is_merged_as_an_image_whose_columns_are_its_frames(name, proble
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_frames_on_their_own_have_the_plans_of_images(name, backend) -> None:
     metric = torch.randn(2, 3 * 48, 5, generator=torch.Generator().manual_seed(0))
-    volume, drawn = Volume.of((3, 6, 8), 2, 2, window=4), {"timestep": torch.tensor(7), "key": 3}
-    assert [(part.groups, part.frames) for part in volume.parts] == [(3, 1)]
+    segments = cut_grid((3, 6, 8), 2, 2, window=4, removable=lambda _: 24)
+    drawn = {"timestep": torch.tensor(7), "key": 3}
+    assert [(part.groups, part.frames) for part in segments] == [(3, 1)]
     cells = Cells.of(6, 8, 2, 2, 4)
     how = {"backend": backend, **drawn}
-    plan = plan_tokens(SELECTORS[name], metric, volume, (24,), **how)
+    plan = plan_tokens(SELECTORS[name], metric, segments, **how)
     frames = [SELECTORS[name](frame, cells, 24, **how) for frame in metric.split(48, dim=1)]
     assert_same_plan(plan, join(frames))
     assert torch.equal(plan.kept, join(frames).kept)
@@ -130,14 +125,15 @@ def test_frames_on_their_own_have_the_plans_of_images(name, backend) -> None:
 @given(problem=problems())
 @settings(max_examples=25, deadline=None)
 def test_an_image_has_the_plan_it_had_before_there_were_videos(name, problem):
-    metric, _, _, drawn, ((_, h, w), cell, together, window) = problem
-    volume = Volume.of((1, h, w), *cell, together, window)
+    metric, _, drawn, ((_, h, w), cell, together, window) = problem
+    segments = cut_grid((1, h, w), *cell, together, window)
     cells = Cells.of(h, w, *cell, window)
-    assert volume.parts == (FrameGroups(1, 1, cells),)
+    assert segments == (Segment(h * w, cells),)
     metric, remove = metric[:, : h * w], cells.sources // cells.windows * cells.windows
     if remove == 0:
         return
-    plan = plan_tokens(SELECTORS[name], metric, volume, (remove,), **drawn)
+    segments = (replace(segments[0], remove=remove),)
+    plan = plan_tokens(SELECTORS[name], metric, segments, **drawn)
     alone = SELECTORS[name](metric, cells, remove, **drawn)
     for one, other in zip((plan.slot, plan.order), (alone.slot, alone.order), strict=True):
         assert torch.equal(one, other)
@@ -147,12 +143,12 @@ def test_an_image_has_the_plan_it_had_before_there_were_videos(name, problem):
 @given(problem=problems(), random=st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
 def test_an_item_does_not_depend_on_the_others_and_plans_are_reproducible(name, problem, random):
-    metric, volume, removes, drawn, _ = problem
-    plan = plan_tokens(SELECTORS[name], metric, volume, removes, **drawn)
+    metric, segments, drawn, _ = problem
+    plan = plan_tokens(SELECTORS[name], metric, segments, **drawn)
     item = random.randrange(metric.shape[0])
     if drawn and drawn["timestep"].numel() > 1:
         drawn = {**drawn, "timestep": drawn["timestep"][item]}
-    alone = plan_tokens(SELECTORS[name], metric[item : item + 1], volume, removes, **drawn)
+    alone = plan_tokens(SELECTORS[name], metric[item : item + 1], segments, **drawn)
     assert torch.equal(alone.slot, plan.item(item).slot)
     assert torch.equal(alone.kept, plan.item(item).kept)
 
@@ -160,9 +156,10 @@ def test_an_item_does_not_depend_on_the_others_and_plans_are_reproducible(name, 
 def test_times_that_do_not_fit_the_batch_fit_no_better_in_groups() -> None:
     """Groups of frames are images to a selector: as many times as images would look right."""
     times = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    found = planning._times(SimpleNamespace(timestep=times), 2)
-    assert torch.equal(found, times[:1])
-    assert planning._times(SimpleNamespace(timestep=times[:2]), 4) is not None
+    call: Any = SimpleNamespace(timestep=times)
+    assert torch.equal(Call.times(call, 2), times[:1])
+    call.timestep = times[:2]
+    assert torch.equal(Call.times(call, 4), times[:2])
 
 
 @pytest.mark.parametrize(
@@ -177,14 +174,14 @@ def test_times_that_do_not_fit_the_batch_fit_no_better_in_groups() -> None:
     ],
 )
 def test_frames_that_are_left_over_come_first(grid, together, parts) -> None:
-    volume = Volume.of(grid, 2, 2, together)
-    assert [(part.groups, part.frames) for part in volume.parts] == parts
-    assert volume.tokens == grid[0] * grid[1] * grid[2]
+    segments = cut_grid(grid, 2, 2, together)
+    assert [(part.groups, part.frames) for part in segments] == parts
+    assert sum(part.tokens for part in segments) == grid[0] * grid[1] * grid[2]
 
 
 def test_windows_keep_the_frames_of_a_place_together() -> None:
     """Nine columns of two frames could also be cut in the middle of a place."""
-    (part,) = Volume.of((2, 4, 9), 2, 2, 2, window=4).parts
+    (part,) = cut_grid((2, 4, 9), 2, 2, 2, window=4)
     assert (part.cells.across, part.cells.w, part.cells.sx) == (1, 18, 4)
 
 
@@ -229,10 +226,10 @@ def test_the_parts_of_a_joined_plan_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", ["bipartite", "grid"])
 def test_a_plan_of_frames_and_text_compiles_into_one_graph(name) -> None:
-    volume = Volume.of((5, 4, 6), 2, 2, 2)
+    segments = cut_grid((5, 4, 6), 2, 2, 2, removable=lambda cells: cells.tokens // 2)
 
     def run(x: Tensor, time: Tensor) -> Tensor:
-        plan = plan_tokens(SELECTORS[name], x[:, 7:], volume, (12, 24), timestep=time, key=1)
+        plan = plan_tokens(SELECTORS[name], x[:, 7:], segments, timestep=time, key=1)
         plan = join([MergePlan.identity(x.shape[0], 7, x.device), plan])
         return plan.unmerge(plan.merge(x))
 
@@ -243,7 +240,7 @@ def test_a_plan_of_frames_and_text_compiles_into_one_graph(name) -> None:
 
 @every_selector
 def test_plans_of_frames_are_kept_from_step_to_step(name) -> None:
-    volume, removes = Volume.of((5, 4, 6), 2, 2, 2), (12, 24)
+    segments = cut_grid((5, 4, 6), 2, 2, 2, removable=lambda cells: cells.tokens // 2)
     generator = torch.Generator().manual_seed(0)
     memory: dict[tuple[int, ...], tuple[MergePlan, Clock]] = {}
 
@@ -258,7 +255,7 @@ def test_plans_of_frames_are_kept_from_step_to_step(name) -> None:
         metric = torch.randn(2, 120, 5, generator=generator)
         how = {"timestep": torch.tensor(time), "key": 3}
 
-        def select(metric: Tensor, cells: Cells, remove: int, how: Any = how) -> MergePlan:
+        def select(metric: Tensor, cells: Cells, remove: int, _: int, how: Any = how) -> MergePlan:
             if selector.fixed:
                 return selector(metric, cells, remove, **how)
             plan, clock = keep(metric.shape[0], cells.tokens, cells.tokens - remove)
@@ -266,9 +263,9 @@ def test_plans_of_frames_are_kept_from_step_to_step(name) -> None:
             selector.write(plan, metric, Request(cells, remove, draw, clock))
             return plan
 
-        plan = plan_volume(select, metric, volume, removes)
-        new = plan_tokens(SELECTORS[name], metric, volume, removes, **how)
-        assert_valid(plan, 2, 120, volume.slots(removes))
+        plan = plan_segments(metric, segments, select)
+        new = plan_tokens(SELECTORS[name], metric, segments, **how)
+        assert_valid(plan, 2, 120, 60)
         slots.append((plan.slot.clone(), new.slot))
     kept = [torch.equal(before[0], after[0]) for before, after in itertools.pairwise(slots)]
     assert kept == ([True, True] if SELECTORS[name].fixed else [True, False])

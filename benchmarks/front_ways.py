@@ -50,7 +50,8 @@ def merged(label: str, share: float = SLOW, **options: Any) -> Way:
 def reuse(every: int, start: float, share: float = FEW, **options: Any) -> Way:
     """Steps left out from some progress on."""
     options = {"ratio": 0.0, "reuse": every, "reuse_start": start, **options}
-    return Way("reuse", f"reuse {every} from {start:g}{_more(options)}", options, share=share)
+    to = f" to {options['reuse_end']}" if "reuse_end" in options else ""
+    return Way("reuse", f"reuse {every}{to} from {start:g}{_more(options)}", options, share=share)
 
 
 def coarse(
@@ -115,6 +116,9 @@ TRANSFORMER = [
     fewer(0.25),
     magnitude(0.3, 6, retained=0.1),
     # At about twice the speed.
+    reuse(3, 0.25, reuse_end=8, **ALL),
+    reuse(2, 0.2, reuse_end=8, **ALL),
+    reuse(4, 0.25, **ALL),
     reuse(3, 0.25, 0.4, **ALL),
     taylor(3, share=0.4),
     first_block(0.2, 0.4),

@@ -164,7 +164,7 @@ def test_steps_are_told_apart_by_their_times() -> None:
 
     def enter(time: float, size: tuple[int, ...] = (2, 16), started: bool = True) -> str:
         resized = steps.enter(time, 1 - time / 10, size)
-        moment = steps.moment(3, started)
+        moment = steps.moment(lambda _: 3, started)
         return f"{moment.nth}{' reuses' * moment.reuses}{' first' * moment.first}{'!' * resized}"
 
     # Two calls at each time, as split guidance makes them; every third step runs.
@@ -186,9 +186,31 @@ def test_results_are_used_for_a_part_of_the_way(count: int, longest: int) -> Non
     steps, run, runs = Steps(), 0, []
     for number in range(count):
         steps.enter(-number, number / count, (1,))
-        run = run + 1 if steps.moment(4, True, within=0.15).reuses else 0
+        run = run + 1 if steps.moment(lambda _: 4, True, within=0.15).reuses else 0
         runs.append(run)
     assert max(runs) == longest
+
+
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        ({"reuse": 3}, [*range(7), 9, 12, 15, 18, 21, 24, 27]),
+        # Worked out by hand: 3 steps on from progress 0.21, 6 from 0.75.
+        ({"reuse": 3, "reuse_end": 8}, [*range(7), 9, 12, 16, 21, 27]),
+        ({"reuse": 4, "reuse_end": 2}, [*range(7), 10, 14, 17, 20, 23, 25, 27]),
+    ],
+)
+def test_more_steps_are_left_out_on_the_way(options: dict[str, int], runs: list[int]) -> None:
+    dit = SUPPORTED["flux"]
+    model, inputs = dit.build(), dit.inputs()
+    tomesd.apply_patch(model, ratio=0, reuse_start=0.25, depth=(0.0, 1.0), **options)
+    ran = []
+    for step in range(28):
+        with block_calls(model) as calls:
+            dit.run(model, at_steps_left(dit, inputs, 1 - step / 28))
+        inner = {block for block, _ in calls} & set(inner_blocks(model))
+        ran += [step] if inner else []
+    assert ran == runs
 
 
 SCHEDULERS = {

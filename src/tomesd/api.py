@@ -65,6 +65,7 @@ def apply_patch(
     tau: float | None = DEFAULT,
     reuse: int | None = DEFAULT,
     reuse_start: float | None = DEFAULT,
+    reuse_end: int | None = DEFAULT,
     reuse_within: float | None = DEFAULT,
     extrapolate: bool = DEFAULT,
     coarse: float | None = DEFAULT,

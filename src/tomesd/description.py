@@ -98,7 +98,9 @@ class Part:
             yield words
         if settings.reuse is not None:
             start = settings.reuse_start or 0
-            yield f"one step in {settings.reuse} runs the whole model, from progress {start:g} on"
+            last = f" to {settings.reuse_end}" if settings.reuse_end else ""
+            which = f"one step in {settings.reuse}{last}"
+            yield f"{which} runs the whole model, from progress {start:g} on"
 
     def _merging(self, settings: Settings) -> str:
         if all(level.merged_tokens == level.tokens for level in self.levels):

@@ -194,6 +194,11 @@ class Settings:
     """With `reuse`: the progress from which on steps are left out. `None` is 0 on UNets, and 0.5 on
     transformers."""
 
+    reuse_end: int | None = None
+    """With `reuse`: at the end of the way, run that part at every so many steps only. The number
+    grows evenly from `reuse` at `reuse_start`. Late steps differ less, so that this keeps images
+    closer than the same number of steps evenly. `None` is `reuse`."""
+
     reuse_within: float | None = None
     """With `reuse`: use a result for at most this part of the way, however few steps there are.
     `None` sets no limit; the presets set 0.15 or 0.2, so that of four steps none is left out."""
@@ -230,7 +235,7 @@ class Settings:
         if self.ratio == 0:
             self._refuse_without("a ratio above 0", "kind_ratios")
         if self.reuse is None:
-            self._refuse_without("reuse", "reuse_start", "reuse_within", "extrapolate")
+            self._refuse_without("reuse", "reuse_start", "reuse_end", "reuse_within", "extrapolate")
         others = self.selectors - {"bipartite"}
         if self.protect is not None and others:
             raise ValueError(f"protect: needs selector='bipartite', not {min(others)!r}")
@@ -308,6 +313,13 @@ class Settings:
         """Whether what is merged depends on how far the image is."""
         varies = self.schedule is not None or self.tau is not None or self.span != (0, 1)
         return varies or self.reuse is not None or bool(self.coarse)
+
+    def reuse_every(self, progress: float) -> int:
+        """Steps from one that runs the whole model at a progress to the next one."""
+        assert self.reuse is not None
+        start = self.reuse_start or 0.0
+        way = max(0.0, progress - start) / (1 - start) if start < 1 else 0.0
+        return int(self.reuse + way * ((self.reuse_end or self.reuse) - self.reuse) + 0.5)
 
     def is_coarse(self, progress: float) -> bool:
         """Whether the model runs on a coarser image at a progress, 0 (noise) to 1 (image)."""
@@ -461,7 +473,7 @@ _ALLOWED = {
             "use_rand merge_attn merge_crossattn merge_mlp proportional extrapolate",
             _Allowed("a bool", bool),
         ),
-        ("reuse", _at_least(2)),
+        ("reuse reuse_end", _at_least(2)),
         ("sx sy st refresh", _at_least(1)),
         ("seed window", _at_least(0)),
         ("max_downsample", _one_of(DOWNSAMPLES, numbers.Integral)),

@@ -1,6 +1,7 @@
 """Which steps of an image run a region, and which use what it gave before."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _MOST_CALLS = 8
@@ -61,18 +62,23 @@ class Steps(threading.local):
         """Makes the next call the first one of an image."""
         self.time, self.ran = float("-inf"), {}
 
-    def moment(self, every: int, started: bool, within: float | None = None) -> Moment:
+    def moment(
+        self, every: Callable[[float], int], started: bool, within: float | None = None
+    ) -> Moment:
         """What the call does, if regions run at every so many steps once this has started.
 
         They run at the last step too, which nothing after it could mend.
 
         Args:
+            every: steps from one that runs regions to the next, by the progress of the first.
             within: the part of the way for which a result is used at most.
         """
         last = self.ran.get(self.nth)
-        reuses = started and last is not None and self.number - last[0] < every and not self.ends
-        if reuses and last is not None and within is not None:
-            reuses = self.progress - last[1] < within + _ROUNDING * within
+        reuses = started and last is not None and not self.ends
+        if reuses and last is not None:
+            reuses = self.number - last[0] < every(last[1])
+            if within is not None:
+                reuses &= self.progress - last[1] < within + _ROUNDING * within
         if not reuses:
             self.ran[self.nth] = self.number, self.progress
         return Moment(self.nth, reuses, last is None)

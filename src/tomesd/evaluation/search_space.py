@@ -108,6 +108,7 @@ _TRANSFORMER_SPACE = (
         ordered=True,
         only_if=lambda o: o["reuse"] is not None,
     ),
+    Choice("reuse_end", (None, 6, 8), only_if=lambda o: o["reuse"] is not None),
 )
 
 

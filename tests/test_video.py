@@ -10,13 +10,19 @@ import torch
 from test_hosts_diffusers import (
     EVERYTHING,
     fresh,
-    is_temporal,
     slow_block,
     slow_groups,
     watch_block,
 )
 from torch import nn
-from zoo_diffusers import FRAMES, VIDEO_HOSTS, make_sd_pipeline, module_state, tokens_into
+from zoo_diffusers import (
+    FRAMES,
+    VIDEO_HOSTS,
+    is_temporal,
+    make_sd_pipeline,
+    module_state,
+    tokens_into,
+)
 
 import tomesd
 

@@ -91,30 +91,20 @@ def test_pick_takes_the_rows_of_the_representatives(shape, dim, shared) -> None:
 
 
 @pytest.mark.parametrize(("shape", "dim", "batched"), [((24, 5), 0, True), ((2, 24, 5), 1, False)])
-def test_rows_without_a_batch_need_one_plan_for_all(shape, dim, batched) -> None:
+def test_rows_without_a_batch_get_one_where_the_items_have_plans_of_their_own(shape, dim, batched):
     rows = torch.randn(shape)
-    for plan in (make_plan(1), make_plan(3, shared=True), make_plan(3).item(1)):
+    for plan in (make_plan(1), make_plan(3, shared=True)):
         picked = plan.pick(rows, dim, batched=batched)
         assert torch.equal(picked, rows.index_select(dim, plan.kept[0]))
-    with pytest.raises(ValueError, match="no batch axis"):
-        make_plan(3).pick(rows, dim, batched=batched)
+    plan = make_plan(3)
+    expected = torch.stack([rows.index_select(dim, kept) for kept in plan.kept])
+    assert torch.equal(plan.pick(rows, dim, batched=batched), expected)
 
 
 @pytest.mark.parametrize("shape", [(3, 23, 5), (2, 24, 5), (6, 24)])
 def test_rows_that_do_not_lie_along_the_tokens_are_refused(shape) -> None:
     with pytest.raises(ValueError, match="do not lie along"):
         make_plan(3).pick(torch.randn(shape))
-
-
-def test_the_plan_of_an_item_does_what_the_whole_plan_does_to_it() -> None:
-    plan, x = make_plan(3), torch.randn(3, 24, 5)
-    merged = plan.merge(x)
-    for k in range(3):
-        one, own = plan.item(k), slice(k, k + 1)
-        assert torch.equal(one.kept, plan.kept[own])
-        assert torch.equal(one.merge(x[own]), merged[own])
-        assert torch.equal(one.unmerge(merged[own]), plan.unmerge(merged)[own])
-        assert one.slot.data_ptr() == plan.slot[k].data_ptr()
 
 
 def test_pick_compiles_and_passes_gradients() -> None:

@@ -149,8 +149,8 @@ def test_an_item_does_not_depend_on_the_others_and_plans_are_reproducible(name, 
     if drawn and drawn["timestep"].numel() > 1:
         drawn = {**drawn, "timestep": drawn["timestep"][item]}
     alone = plan_tokens(SELECTORS[name], metric[item : item + 1], segments, **drawn)
-    assert torch.equal(alone.slot, plan.item(item).slot)
-    assert torch.equal(alone.kept, plan.item(item).kept)
+    assert torch.equal(alone.slot, plan.slot[[item]])
+    assert torch.equal(alone.kept, plan.kept[[item]])
 
 
 def test_times_that_do_not_fit_the_batch_fit_no_better_in_groups() -> None:
@@ -276,6 +276,10 @@ def test_plans_of_frames_are_kept_from_step_to_step(name) -> None:
 @every_selector
 def test_tokens_may_lie_at_another_place_in_each_sequence(name) -> None:
     """A sequence with prompts of different lengths has the plans of its items, one by one."""
+
+    def item_of(plan: MergePlan, k: int) -> MergePlan:
+        return MergePlan(plan.slot[[k]], plan.order[[k]], plan.span[[k]])
+
     generator = torch.Generator().manual_seed(0)
     metric = torch.randn(3, 24, 5, generator=generator)
     plan = SELECTORS[name](metric, Cells(4, 6, 2, 2), 12)
@@ -283,4 +287,4 @@ def test_tokens_may_lie_at_another_place_in_each_sequence(name) -> None:
     whole = plan.placed(start, length)
     assert_valid(whole, 3, length, length - 12)
     for k, first in enumerate(start.tolist()):
-        assert_same_plan(whole.item(k), plan.item(k).placed(first, length))
+        assert_same_plan(item_of(whole, k), item_of(plan, k).placed(first, length))

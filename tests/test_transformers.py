@@ -106,6 +106,15 @@ def test_each_item_of_a_batch_merges_by_itself(dit: Dit) -> None:
         assert_rounding(dit.run(model, alone(inputs, k))[0], output[k])
 
 
+def test_blocks_run_once_for_the_whole_batch(dit: Dit) -> None:
+    """Also where the host has one table of positions for all items."""
+    model, inputs = patched_model(dit), dit.inputs(batch=3)
+    with block_calls(model) as calls:
+        dit.run(model, inputs)
+    names = [name for name, _ in calls]
+    assert len(names) == len(set(names))
+
+
 def test_block_by_block_is_a_run_of_blocks(dit: Dit) -> None:
     """With one plan, tokens that got what their slot gained have that slot's mean again."""
     inputs = dit.inputs()
@@ -189,8 +198,9 @@ def test_text_in_one_sequence_with_the_picture_is_left_alone(name: str) -> None:
 
 
 def _tokens_into(model: Any, calls: Any, block: str) -> torch.Tensor:
-    """What a block got, [B, S, C]: in one call, or in one for each item."""
-    return torch.cat([tokens_of(model, given) for name, given in calls if name == block])
+    """The tokens that a block got, [B, S, C]."""
+    (tokens,) = [tokens_of(model, given) for name, given in calls if name == block]
+    return tokens
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video_uneven", "zimage"])

@@ -23,6 +23,7 @@ def small(name: str, **layers: int) -> Dit:
 
 
 FLUX = small("flux", num_layers=2, num_single_layers=2)
+QWEN = small("qwen", num_layers=3)
 SD3 = small("sd3", num_layers=3)
 WAN = small("wan", num_layers=3)
 
@@ -91,26 +92,35 @@ def test_what_no_graph_can_read_is_said_with_what_helps() -> None:
         FLUX.run(compiled, one(FLUX))
 
 
-@pytest.mark.parametrize("order", ["compile, run, patch", "patch, compile"])
-def test_repeated_blocks(order: str) -> None:
-    inputs = one(FLUX)
-    plain, merged = FLUX.run(FLUX.build(), inputs), FLUX.run(patch(FLUX.build()), inputs)
-    model, counter = FLUX.build(), CompileCounterWithBackend("eager")
+@pytest.mark.parametrize(
+    ("dit", "order", "batch"),
+    [
+        (FLUX, "compile, run, patch", 1),
+        (FLUX, "patch, compile", 1),
+        (FLUX, "patch, compile", 2),
+        (QWEN, "patch, compile", 2),
+    ],
+    ids=lambda value: value.name if isinstance(value, Dit) else str(value),
+)
+def test_repeated_blocks(dit: Dit, order: str, batch: int) -> None:
+    inputs = dit.inputs(batch=batch)
+    plain, merged = dit.run(dit.build(), inputs), dit.run(patch(dit.build()), inputs)
+    model, counter = dit.build(), CompileCounterWithBackend("eager")
     for action in order.split(", "):
         if action == "compile":
             model.compile_repeated_blocks(fullgraph=True, backend=counter)
         elif action == "patch":
             patch(model)
         else:
-            assert_rounding(FLUX.run(model, inputs), plain)
-    assert_rounding(FLUX.run(model, inputs), merged)
+            assert_rounding(dit.run(model, inputs), plain)
+    assert_rounding(dit.run(model, inputs), merged)
     graphs = counter.frame_count
     assert graphs > 0
-    later = at_noise(FLUX, inputs, 0.2)
-    assert_rounding(FLUX.run(model, later), FLUX.run(patch(FLUX.build()), later))
+    later = at_noise(dit, inputs, 0.2)
+    assert_rounding(dit.run(model, later), dit.run(patch(dit.build()), later))
     assert counter.frame_count == graphs
     tomesd.remove_patch(model)
-    assert_rounding(FLUX.run(model, inputs), plain)
+    assert_rounding(dit.run(model, inputs), plain)
 
 
 def test_a_graph_for_each_ratio() -> None:

@@ -71,11 +71,6 @@ class MergePlan:
         """
         return self.order.gather(1, self.span[..., 0].long()).long()
 
-    def item(self, k: int) -> "MergePlan":
-        """The plan of item `k` of the batch alone, `[1, ...]`; a view of this one."""
-        own = slice(k, k + 1)
-        return MergePlan(self.slot[own], self.order[own], self.span[own], self.triton, shared=True)
-
     def fits(self, x: Tensor) -> bool:
         """Whether `x` holds the tokens `[B, N, ...]` that this plan was made for."""
         return x.ndim == 3 and x.shape[:2] == self.slot.shape
@@ -89,7 +84,7 @@ class MergePlan:
         longer sequence, along that; see `placed`."""
         if isinstance(start, Tensor):
             return self.placed(start, length).rows()
-        (batch, n), index = self.slot.shape, (self.item(0) if self.shared else self).kept
+        (batch, n), index = self.slot.shape, self.kept[:1] if self.shared else self.kept
         if start is None:
             return Rows(index, n, batch)
         token = torch.arange(length, device=index.device).expand(index.shape[0], -1)
@@ -174,16 +169,15 @@ class Rows:
         """What is left of something that lies along the tokens, such as positions.
 
         Args:
-            rows: its axis `dim` has size N, and axis 0 is the batch (size B, or 1 if all items
-                have the same rows) unless `dim` is 0 or `batched` is False.
+            rows: its axis `dim` has size N. Its axis 0 is the batch, of size B, or of size 1 if all
+                items have the same rows; unless `dim` is 0 or `batched` is False.
 
         Returns:
-            `rows` with M in place of N. Where the items of the batch have the same rows but plans
-            of their own, axis 0 has size B.
+            `rows` with M in place of N. Where the items have the same rows but plans of their own,
+            axis 0 has size B; rows without a batch axis get one, in front of all others.
 
         Raises:
-            ValueError: `rows` has another number of tokens or items, or no batch axis where the
-                items have plans of their own.
+            ValueError: `rows` has another number of tokens or items.
         """
         dim = dim % rows.ndim
         batched = batched and dim > 0
@@ -195,10 +189,7 @@ class Rows:
         if self.index.shape[0] == 1:
             return rows.index_select(dim, self.index[0])
         if not batched:
-            raise ValueError(
-                f"rows of shape {tuple(rows.shape)} have no batch axis, and the {self.batch} items "
-                "of the batch have plans of their own; pick for each `item`"
-            )
+            rows, dim = rows[None], dim + 1
         shape = [1] * rows.ndim
         shape[0], shape[dim] = self.batch, -1
         return rows.take_along_dim(self.index.view(shape), dim)

@@ -135,7 +135,7 @@ class Cut:
     """What is known of each argument, and its value before."""
     starts: list[int | Tensor | None]
     """Where the image's rows begin in each."""
-    along: list[dict[str, Any]]
+    along: dict[str, Any]
     """See `OpenRegion`."""
 
 
@@ -208,9 +208,8 @@ class OpenRegion:
     """The tokens that came in, `[B, N, C]`."""
     merged: Tensor
     """The same merged, `[B, M, C]`."""
-    along: list[dict[str, Any]]
-    """Arguments of the blocks that lie along the tokens, cut: for all items of the batch at once,
-    or for each by itself."""
+    along: dict[str, Any]
+    """Arguments of the blocks that have a row for each token, cut, by name."""
     place: str
     other: Tensor | None = None
     """The tokens of the text that came in, `[B, T, C]`, if the blocks change them."""

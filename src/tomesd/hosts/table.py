@@ -169,7 +169,6 @@ _IMAGES = (
             _rows("rotary_emb", sequence=True),
             _rows("target_token_mask", sequence=True),
             _of_all("key_valid"),
-            Along("modulation", (), last_for_all=True),
             joint=True,
             refused=(_MASK,),
         ),
@@ -393,7 +392,6 @@ _VIDEOS = (
         _list(
             _VISUAL,
             _rows("vis_rope"),
-            Along("aud_rope", (), batched=False),
             input="vis",
             other="aud",
             output=0,

@@ -123,7 +123,8 @@ class Member(_AnyBlock):
         now = current_scope(patch)
         if now is not None and now.region is not None and not self.last and not self._reuses(now):
             # In the middle of a run, which most blocks are: the host has little time for them.
-            return self.tokens.call(inner, now.region.along, args, kwargs)
+            args, kwargs = self.tokens.replaced(now.region.along, args, kwargs)
+            return inner(*args, **kwargs)
         scope = self.scope_at(module, patch, self.tokens.take(args, kwargs))
         region = scope.region
         if region is None:
@@ -136,7 +137,8 @@ class Member(_AnyBlock):
         if self._reuses(scope):
             output = self.tokens.unchanged(args, kwargs)
         else:
-            output = self.tokens.call(inner, region.along, args, kwargs)
+            args, kwargs = self.tokens.replaced(region.along, args, kwargs)
+            output = inner(*args, **kwargs)
         if scope.region is not None and not self.last:
             return output
         scope.region = None
@@ -162,7 +164,7 @@ class Member(_AnyBlock):
             here = Scope(scope.call, scope.decision, place=place)
             region = self._merge(here, module, args, kwargs)
         else:
-            region = OpenRegion(None, x, x, [{}], place)
+            region = OpenRegion(None, x, x, {}, place)
         if keeps:
             region.other = self.tokens.take_other(args, kwargs)
             if self.tokens.in_place and region.other is not None:

@@ -58,12 +58,13 @@ class Layer(Role):
         cuts = scope.call.cuts_in_common
         along = self.tokens.cut_along(plan, scope.decision, args, kwargs, cuts)
         if keys_only:
-            args, kwargs = self.tokens.replaced({self.context: merged}, args, kwargs)
-            return run_inside(scope, self.tokens.call, inner, along, args, kwargs)
+            changes = {**along, self.context: merged}
+            args, kwargs = self.tokens.replaced(changes, args, kwargs)
+            return run_inside(scope, inner, *args, **kwargs)
         unmerge = plan.unmerge
         del plan  # the layer may need the memory
-        args, kwargs = self.tokens.given(merged, args, kwargs)
-        return unmerge(run_inside(scope, self.tokens.call, inner, along, args, kwargs))
+        args, kwargs = self.tokens.given(merged, *self.tokens.replaced(along, args, kwargs))
+        return unmerge(run_inside(scope, inner, *args, **kwargs))
 
     def _reason_to_skip(self, fits: bool, kwargs: dict) -> str | None:
         if not fits:

@@ -1,14 +1,13 @@
 """How a module takes image tokens in and gives them out, and what lies along them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..plan import MergePlan, Rows
 from ..state import Cut, Decision
+from .item_rows import ItemRows
 from .role import find_argument, replace_arguments
 
 
@@ -32,20 +31,11 @@ class Along:
     tokens_first: bool = False
     """Whether it is `[N, B, ...]`. `axes` are those of `[B, N, ...]`."""
 
-    last_for_all: bool = False
-    """Whether it has a row for each item, and possibly one more, which is for all of them."""
-
     def is_in(self, value: Any) -> bool:
         """Whether an argument has it: a dictionary may not."""
         if isinstance(value, dict):
             return any(value.get(part) is not None for part in self.parts or ())
         return value is not None
-
-    def of_item(self, value: Any, item: int, batch: int) -> Any:
-        """The part of an argument that one item of the batch has."""
-        if self.last_for_all and value.shape[0] == batch + 1:
-            return value[[item, batch]]
-        return take_item(value, item, batch) if self.batched else value
 
     def length(self, value: Any) -> int:
         """How many rows it has."""
@@ -70,7 +60,7 @@ class Along:
             return tuple(cut) if isinstance(value, tuple) else cut
         return value
 
-    def _cut(self, rows: Tensor, left: "_Left") -> Tensor:
+    def _cut(self, rows: Tensor, left: "_Left") -> Any:
         if self.ndim is not None and rows.ndim != self.ndim:
             return rows
         if self.tokens_first:
@@ -91,10 +81,13 @@ class _Left:
         self.plan, self.start, self.length = plan, start, length
         self._rows: Rows | None = None  # found once, if they are needed
 
-    def pick(self, rows: Tensor, axis: int, *, batched: bool) -> Tensor:
+    def pick(self, rows: Tensor, axis: int, *, batched: bool) -> Any:
         if self._rows is None:
             self._rows = self.plan.rows(self.start, self.length)
-        return self._rows.pick(rows, axis, batched=batched)
+        picked = self._rows.pick(rows, axis, batched=batched)
+        # With an axis for heads already, rows broadcast against queries `[B, N, H, C]` as they are.
+        got_batch_axis = picked.ndim > rows.ndim
+        return ItemRows(picked) if got_batch_axis and rows.ndim < 3 else picked
 
 
 @dataclass(frozen=True)
@@ -197,8 +190,8 @@ class Tokens:
         args: tuple,
         kwargs: dict,
         cuts: list[Cut] | None = None,
-    ) -> list[dict[str, Any]]:
-        """What lies along the tokens, cut; for each item if they cannot be cut together.
+    ) -> dict[str, Any]:
+        """The arguments with a row for each token, cut, by name.
 
         Args:
             plan: of the image's tokens.
@@ -207,14 +200,14 @@ class Tokens:
         given = [(along, self.get(along.name, args, kwargs)) for along in self.along]
         given = [(along, value) for along, value in given if along.is_in(value)]
         if not given:
-            return [{}]
+            return {}
         starts = [self._start_in(a, v, decision, args, kwargs) for a, v in given]
         if cuts is None or any(isinstance(start, Tensor) for start in starts):
-            return _cut_all(plan, given, starts)
+            return _cut(plan, given, starts)
         for cut in cuts:
             if cut.plan is plan and cut.starts == starts and _same(cut.given, given):
                 return cut.along
-        cuts.append(Cut(plan, given, starts, _cut_all(plan, given, starts)))
+        cuts.append(Cut(plan, given, starts, _cut(plan, given, starts)))
         return cuts[-1].along
 
     def _start_in(
@@ -227,39 +220,12 @@ class Tokens:
         rows = self.take(args, kwargs).shape[1] if self.joint else along.length(value)
         return self.start(rows, decision, args, kwargs)
 
-    def call(
-        self, inner: Callable[..., Any], along: list[dict[str, Any]], args: tuple, kwargs: dict
-    ) -> Any:
-        """Calls the module with what lies along its tokens cut, item by item if need be."""
-        if len(along) == 1:
-            args, kwargs = self.replaced(along[0], args, kwargs)
-            return inner(*args, **kwargs)
-        outputs = []
-        for item, cut in enumerate(along):
-            own, named = take_item((args, kwargs), item, len(along))
-            own, named = self.replaced(cut, own, named)
-            outputs.append(inner(*own, **named))
-        return _join_items(outputs)
-
 
 def _same(one: list[tuple[Along, Any]], other: list[tuple[Along, Any]]) -> bool:
     """Whether these are the same arguments, not only equal ones."""
     return len(one) == len(other) and all(
         a == b and value is given for (a, value), (b, given) in zip(one, other, strict=True)
     )
-
-
-def _cut_all(
-    plan: MergePlan, given: list[tuple[Along, Any]], starts: list[int | Tensor | None]
-) -> list[dict[str, Any]]:
-    batch = plan.slot.shape[0]
-    if batch == 1 or plan.shared or all(along.batched for along, _ in given):
-        return [_cut(plan, given, starts)]
-    cuts = []
-    for item in range(batch):
-        own = [(a, a.of_item(v, item, batch)) for a, v in given]
-        cuts.append(_cut(plan.item(item), own, starts))
-    return cuts
 
 
 def _cut(
@@ -275,28 +241,3 @@ def _cut(
         (left,) = [left for left in known if left.length == length]
         cut[along.name] = along.cut(cut.get(along.name, value), left)
     return cut
-
-
-def take_item(value: Any, item: int, batch: int) -> Any:
-    """One item of all tensors in an argument that have a batch axis.
-
-    Some have two rows for each item, those of all items one after the other.
-    """
-    if isinstance(value, Tensor):
-        batched = value.ndim > 0 and value.shape[0] >= batch and value.shape[0] % batch == 0
-        return value[item::batch] if batched else value
-    if isinstance(value, dict):
-        return {name: take_item(part, item, batch) for name, part in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)([take_item(part, item, batch) for part in value])
-    return value
-
-
-def _join_items(outputs: list[Any]) -> Any:
-    """The outputs of the items of a batch as one."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(outputs)
-    if isinstance(first, tuple):
-        return tuple(_join_items(list(parts)) for parts in zip(*outputs, strict=True))
-    return first

@@ -1,19 +1,19 @@
 """Regions: the stretches of a model that run on fewer tokens.
 
-A patched module plays a role, which runs around its own forward:
+A patched module plays a role, which runs around the module's own forward:
 
-    UNetRoot, TransformerRoot   the model: reads image size and time, and makes the call's scope
-      Stack       of a UNet: reads the grid, and decides what merges in its blocks
-      Deep        of a UNet: a part below the finest level, which steps can leave out
-        Member      a block in a run of blocks on merged tokens: the first opens the region, the
-                    last closes it
-        Block       a block whose layers merge each by itself: makes their plans
-          Norm        before self-attention: may merge what it gives, so that it is gone sooner
+    UNetRoot, TransformerRoot   the whole model: reads image size and timestep, starts the call
+      Stack       blocks of a UNet on one grid: reads the grid, decides what merges in them
+      Deep        a part of a UNet below its finest level, which some steps leave out
+        Member      a block in a run of blocks on merged tokens: the first one opens the region, the
+                    last one closes it
+        Block       a block whose layers merge separately: makes their plans
+          Norm        the norm before self-attention: may merge its output early, to save memory
           Layer       attention or feed-forward: unmerge(layer(merge(x)))
-            Projection   of attention: gets channels more for proportional attention
+            Projection   a linear layer of attention: adds channels for proportional attention
 
-Roles are values: what they know of a module is the names and numbers in a host's table. They are
-part of the generated class, so they can be pickled, and equal ones share a class.
+Roles are immutable values made of names and numbers from a host's table. They are part of the
+generated class: they can be pickled, and modules with equal roles share a class.
 """
 
 from .block import Block, Member

@@ -1,4 +1,4 @@
-"""Transformer blocks: alone or in a run on merged tokens, or making the plans of their layers."""
+"""Transformer blocks: as members of a run on merged tokens, or making plans for their layers."""
 
 import math
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class _AnyBlock(Role):
     tokens: Tokens
 
     def scope_at(self, module: nn.Module, patch: Patch, x: Tensor) -> Scope:
-        """Where the block is."""
+        """The scope that the block runs in."""
         scope = current_scope(patch)
         if scope is None or scope.decided is None:
             refuse_outside(patch, module)
@@ -40,17 +40,17 @@ class _AnyBlock(Role):
     def can_merge(
         self, scope: Scope, module: nn.Module, x: Tensor, refused: str | None = None
     ) -> bool:
-        """Whether a block that is to merge can; users are told why it cannot.
+        """Whether a block that should merge can. If not, a warning says why.
 
         Args:
-            refused: an argument that it got, and that cannot be cut.
+            refused: name of an argument that was passed and cannot be cut.
         """
         tokens, (frames, h, w), got = scope.decision.tokens, scope.grid, x.shape[1]
         if got < tokens or (got > tokens and not self.tokens.joint):
             size = f"{h}x{w}" if frames == 1 else f"{frames}x{h}x{w}"
-            reason = f"it got {got} tokens, not the {size} of its map"
+            reason = f"it got {got} tokens, not {size}, the size of its feature map"
         elif refused is not None:
-            reason = f"{refused} is given, and is laid out for unmerged tokens"
+            reason = f"{refused} is given, and has one row per unmerged token"
         else:
             return True
         scope.patch.warn_once(f"tomesd left a {type(module).__name__} alone: {reason}")
@@ -59,14 +59,15 @@ class _AnyBlock(Role):
 
 @dataclass(frozen=True)
 class Block(_AnyBlock):
-    """A block whose layers merge each by itself."""
+    """A block whose layers merge separately."""
 
     norm: str = ""
-    """Where it keeps the norm that gives self-attention its input."""
+    """Attribute with the norm before self-attention."""
     attention: str = ""
-    """Where it keeps self-attention."""
+    """Attribute with self-attention."""
     code: str = ""
-    """The module with the code that hands what the norm gives to self-attention alone."""
+    """Python module of a forward known to pass the norm's output to self-attention only; empty if
+    there is none."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         x = self.tokens.take(args, kwargs)
@@ -76,7 +77,7 @@ class Block(_AnyBlock):
         decision = scope.decision
         scope = Scope(scope.call, decision, place=scope.next_place())
         for kinds, segments in decision.segments.items():
-            # No name for the plan: it has to be gone when its layers have taken it.
+            # The plan gets no local name, so that it is freed once its layers have popped it.
             scope.plans.update(dict.fromkeys(kinds, find_plan(scope, module, x, segments)))
         scope.early = self._can_merge_early(scope, module, inner, args, kwargs)
         output = run_inside(scope, inner, *args, **kwargs)
@@ -86,8 +87,8 @@ class Block(_AnyBlock):
     def _can_merge_early(
         self, scope: Scope, module: nn.Module, inner: Inner, args: tuple, kwargs: dict
     ) -> bool:
-        """Whether nothing but self-attention will see what its norm gives."""
-        if torch.compiler.is_compiling():  # it frees what is not used any more by itself
+        """Whether self-attention is the only consumer of the norm's output."""
+        if torch.compiler.is_compiling():  # the compiler frees unused tensors itself
             return False
         return (
             bool(self.code)
@@ -101,7 +102,7 @@ class Block(_AnyBlock):
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether somebody else looks at, or changes, what goes in or out."""
+    """Whether a hook may read or change the module's input or output."""
     hooks = bool(module._forward_pre_hooks) or bool(module._forward_hooks)
     return hooks or "forward" in module.__dict__
 
@@ -110,19 +111,19 @@ def _is_hooked(module: nn.Module) -> bool:
 class Member(_AnyBlock):
     """A block in a run of blocks that all work on the same merged tokens.
 
-    The run is a region: its first block opens it, its last one closes it. At steps that reuse it,
-    no block of it runs.
+    The run is a region: its first block opens it, its last one closes it. At steps that reuse the
+    region, none of its blocks runs.
     """
 
     first: bool = True
     last: bool = True
     reusable: bool = False
-    """Whether steps may leave the run out."""
+    """Whether steps may leave out the run."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         now = current_scope(patch)
         if now is not None and now.region is not None and not self.last and not self._reuses(now):
-            # In the middle of a run, which most blocks are: the host has little time for them.
+            # Fast path: most blocks are in the middle of a run, and CPU time per block is scarce.
             args, kwargs = self.tokens.replaced(now.region.along, args, kwargs)
             return inner(*args, **kwargs)
         scope = self.scope_at(module, patch, self.tokens.take(args, kwargs))
@@ -150,7 +151,7 @@ class Member(_AnyBlock):
     def _open(
         self, scope: Scope, module: nn.Module, args: tuple, kwargs: dict
     ) -> OpenRegion | None:
-        """Begins a region, unless there is nothing to merge, keep or reuse."""
+        """Opens a region, unless there is nothing to merge, keep or reuse."""
         x = self.tokens.take(args, kwargs)
         merges = scope.decision.merges and not self._reuses(scope)
         if merges:
@@ -172,7 +173,7 @@ class Member(_AnyBlock):
         return region
 
     def _merge(self, scope: Scope, module: nn.Module, args: tuple, kwargs: dict) -> OpenRegion:
-        """A region on merged tokens."""
+        """Opens a region on merged tokens."""
         decision, x = scope.decision, self.tokens.take(args, kwargs)
         cuts = scope.call.cuts_in_common
         (segments,) = decision.segments.values()
@@ -187,7 +188,7 @@ class Member(_AnyBlock):
         return OpenRegion(plan, x, plan.merge(x), along, scope.place)
 
     def _close(self, scope: Scope, region: OpenRegion, output: Any) -> Any:
-        """Gives each token what its slot gained, or what it gained itself at an earlier step."""
+        """Adds to each token what its slot gained, or what the token gained at an earlier step."""
         call, y = scope.call, self.tokens.result(output)
         if region.plan is not None:
             y = region.plan.restore(region.x, y, region.merged)
@@ -201,7 +202,7 @@ class Member(_AnyBlock):
 
 
 def _part(x: Tensor, start: int | Tensor, length: int) -> Tensor:
-    """`length` tokens of a sequence `[B, S, C]`, from a place that may differ between items."""
+    """`length` tokens of a sequence `[B, S, C]`, from a start that may differ between items."""
     if not isinstance(start, Tensor):
         return x[:, start : start + length]
     places = start[:, None] + torch.arange(length, device=x.device)
@@ -209,7 +210,7 @@ def _part(x: Tensor, start: int | Tensor, length: int) -> Tensor:
 
 
 def _square_scope(patch: Patch, x: Tensor) -> Scope:
-    """The scope of a block patched on its own, with nothing around it that knows the grid."""
+    """The scope of a block patched on its own, without a model that knows the grid."""
     side = math.isqrt(x.shape[1])
     call = Call(patch, patch.settings, (side, side))
     if side * side == x.shape[1]:

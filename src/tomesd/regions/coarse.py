@@ -1,8 +1,8 @@
-"""A call of a model on a coarser image: what of its arguments changes, and what it gives.
+"""Running a model on a coarser latent: how its arguments shrink and its prediction is enlarged.
 
-Pixels of noise differ from each other, and neighbouring pixels of an image hardly do. So the mean
-of 2 x 2 pixels of a noisy latent is an image of half the size with half the noise, and while there
-is much noise, it tells a model nearly all that the whole latent does.
+Noise differs from pixel to pixel, while neighbouring pixels of an image hardly differ. So the mean
+of 2 x 2 pixels of a noisy latent is a latent of half the height and width with half the noise. At
+high noise levels it tells the model nearly as much as the whole latent does.
 """
 
 from collections.abc import Callable
@@ -19,36 +19,36 @@ from ..state import Grid
 from .role import Given
 
 SIDE = 2
-"""Of the squares of latent pixels that become one."""
+"""Side of the squares of latent pixels that are averaged into one."""
 
 
 @dataclass(eq=False)
 class Step:
-    """A step at a latent `a image + s noise`, where a + s = 1 if it is one of a rectified flow, and
-    a^2 + s^2 = 1 if not."""
+    """A step at the latent `a image + s noise`, where a + s = 1 for rectified flows, and
+    a^2 + s^2 = 1 for other models."""
 
     latent: Tensor
     """`[..., H, W]`."""
     a: Tensor
     s: Tensor
-    """Both of a shape that goes with the latent's."""
+    """Coefficients of image and noise; both broadcast against the latent."""
     predicts: str
     """What the model predicts: "flow", `noise - image`; "epsilon", the noise; or "v_prediction",
     `a noise - s image`."""
 
     def __post_init__(self) -> None:
         s = self.s / SIDE
-        # What the mean `a image + s/SIDE noise` is divided by to be such a latent again.
+        # Dividing the mean, `a image + s/SIDE noise`, by this restores the constraint on a and s.
         self._norm = self.a + s if self.predicts == "flow" else (self.a**2 + s**2).sqrt()
         self.small_s = s / self._norm
 
     @property
     def small(self) -> Tensor:
-        """The latent at half the height and width, in float32, with `small_s` noise."""
+        """The latent at half the height and width, float32, at noise level `small_s`."""
         return average(self.latent) / self._norm
 
     def prediction(self, small: Tensor) -> Tensor:
-        """The prediction `[..., H, W]`, from that for the small latent."""
+        """The prediction for the latent, `[..., H, W]`, from the one for the small latent."""
         s, small = self.small_s, small.float()
         if self.predicts == "flow":
             return (self.latent.float() - enlarge(self.small - s * small)) / self.s
@@ -62,9 +62,9 @@ class Step:
 
 
 def average(latent: Tensor) -> Tensor:
-    """The means of squares of pixels, `[..., H, W]` to `[..., H / 2, W / 2]`, in float32.
+    """Means of squares of pixels, `[..., H, W]` to `[..., H / 2, W / 2]`, in float32.
 
-    Frames of a video are never averaged: their noise differs, but so do they.
+    Video frames are never averaged with each other: not only their noise differs.
     """
     *more, h, w = latent.shape
     squares = latent.float().reshape(*more, h // SIDE, SIDE, w // SIDE, SIDE)
@@ -72,7 +72,7 @@ def average(latent: Tensor) -> Tensor:
 
 
 def enlarge(latent: Tensor) -> Tensor:
-    """`[..., H, W]` at twice its height and width."""
+    """Doubles height and width, `[..., H, W]`, by bilinear interpolation."""
     *more, h, w = latent.shape
     flat = F.interpolate(latent.reshape(1, -1, h, w), scale_factor=SIDE, mode="bilinear")
     return flat.reshape(*more, SIDE * h, SIDE * w)
@@ -96,24 +96,25 @@ def pack(latent: Tensor, side: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Coarse:
-    """How a model of a rectified flow is given a coarser image.
+    """How to run a rectified-flow model on a coarser latent.
 
     The latent is the model's first parameter: `[B, C, H, W]`, `[B, C, F, H, W]`, or a list of
-    items. The model gives back as much.
+    batch items. The model's output has the same form.
     """
 
     side: int = 0
-    """Where the model gets tokens `[B, N, C * side * side]`: side of the square that is one."""
+    """If the model is given packed tokens, `[B, N, C * side * side]`: the side of the square of
+    latent pixels in a token; otherwise 0."""
     places: str = ""
-    """The parameter with the places of tokens, `[..., N, axes]`."""
+    """The parameter with the tokens' positions, `[..., N, axes]`."""
     grids: str = ""
-    """The parameter with grids: tuples of frames, rows and columns, in lists."""
+    """The parameter with grids: (frames, rows, columns), in nested lists."""
     numbers: tuple[str, ...] = ()
-    """Parameters with the number of rows, and of columns."""
+    """Parameters with the numbers of rows and columns of tokens."""
     mask: str = ""
-    """A parameter `[B, T + N]`."""
+    """The parameter with a mask over text and image, `[B, T + N]`."""
     full: tuple[str, ...] = ()
-    """Parameters that only go with the whole image. Calls with one of them are not made coarse."""
+    """Parameters that only fit the full size. Calls that pass one of them are not made coarse."""
 
     def obstacle(self, module: Any, given: Given, layout: Layout, time: str) -> str:
         """Why a call cannot be made coarse; empty if it can."""
@@ -142,7 +143,7 @@ class Coarse:
     def run(
         self, given: Given, layout: Layout, timeline: Timeline, time: str, model: Callable[..., Any]
     ) -> Any:
-        """Calls the model on a coarser image, and gives what it would have given for the whole one.
+        """Calls the model on a coarser latent, and returns a prediction for the whole one.
 
         Args:
             time: the parameter that takes the timestep.
@@ -156,7 +157,7 @@ class Coarse:
         changes[name] = self._argument([step.small for step in steps], given[name])
         small_levels = Step(latents[0], 1 - levels, levels, "flow").small_s
         changes[time] = _like(timestep, timeline.time(small_levels))
-        # Models whose times rise predict the image less the noise.
+        # Models whose timesteps rise predict image - noise.
         sign = -1 if timeline.rises else 1
 
         def enlarged(sample: Any) -> Any:
@@ -167,24 +168,24 @@ class Coarse:
         return _call(model, given.replaced(changes), enlarged)
 
     def _latents(self, value: Any, grid: Grid) -> list[Tensor]:
-        """Latents `[..., H, W]`: of the batch at once, or one for each of a list."""
+        """Latents `[..., H, W]`: one for the whole batch, or one per item of a list."""
         if isinstance(value, list):
             return value
         return [unpack(value, grid, self.side) if self.side else value]
 
     def _argument(self, latents: list[Tensor], like: Any) -> Any:
-        """Latents as the model gets or gives them."""
+        """Latents in the form in which the model takes and returns them."""
         if isinstance(like, list):
             return [latent.to(other.dtype) for latent, other in zip(latents, like, strict=True)]
         return (pack(latents[0], self.side) if self.side else latents[0]).to(like.dtype)
 
     def _smaller(self, given: Given, grid: Grid) -> dict[str, Any]:
-        """What says which tokens there are, for the coarse ones."""
+        """The arguments that describe the grid of tokens, for the coarse grid."""
         _, h, w = grid
         found: dict[str, Any] = {name: given[name] // SIDE for name in self.numbers}
         if self.grids:
             found[self.grids] = _halved(given[self.grids])
-        if self.places:  # in the middle of the tokens that each one stands for
+        if self.places:  # the mean position of the tokens that a coarse token stands for
             places = given[self.places].float().unflatten(-2, (h // SIDE, SIDE, w // SIDE, SIDE))
             found[self.places] = places.mean(dim=(-4, -2)).flatten(-3, -2)
         if self.mask and (mask := given[self.mask]) is not None:
@@ -193,7 +194,7 @@ class Coarse:
         return found
 
 
-# Arguments of UNets that only go with the whole image.
+# Arguments of UNets that only fit the full size.
 _FULL = (
     "down_block_additional_residuals",
     "mid_block_additional_residual",
@@ -215,7 +216,7 @@ def unet_obstacle(module: Any, given: Given) -> str:
 
 
 def coarse_unet(given: Given, timeline: Timeline, time: str, model: Callable[..., Any]) -> Any:
-    """Calls a UNet on a coarser image, and gives what it would have given for the whole one."""
+    """Calls a UNet on a coarser latent, and returns a prediction for the whole one."""
     latent, timestep = given[given.names[0]], given[time]
     share = timeline.share(torch.as_tensor(timestep, device=latent.device).float())
     (beside,) = _beside(share, latent, [latent])
@@ -228,7 +229,7 @@ def coarse_unet(given: Given, timeline: Timeline, time: str, model: Callable[...
 
 
 def _call(model: Callable[..., Any], given: Given, enlarged: Callable[[Any], Any]) -> Any:
-    """Calls a model, and enlarges the sample in its output."""
+    """Calls a model and enlarges the sample in its output."""
     output = model(*given.args, **given.kwargs)
     if isinstance(output, tuple):
         return (enlarged(output[0]), *output[1:])
@@ -236,7 +237,7 @@ def _call(model: Callable[..., Any], given: Given, enlarged: Callable[[Any], Any
 
 
 def _beside(levels: Tensor, value: Any, latents: list[Tensor]) -> list[Tensor]:
-    """Noise levels `[]`, `[1]` or `[B]` in shapes that go with the latents."""
+    """Noise levels `[]`, `[1]` or `[B]`, shaped to broadcast against the latents."""
     levels = levels.to(latents[0].device)
     if isinstance(value, list):
         return [*levels.expand(len(latents))]
@@ -244,14 +245,14 @@ def _beside(levels: Tensor, value: Any, latents: list[Tensor]) -> list[Tensor]:
 
 
 def _like(timestep: Any, value: Tensor) -> Any:
-    """A time of the kind that was given. Whole numbers would be too coarse, and become floats."""
+    """A timestep of the given one's type; integers are not fine enough and become floats."""
     if not isinstance(timestep, Tensor):
         return float(value)
     return value.to(timestep.dtype) if timestep.is_floating_point() else value
 
 
 def _halved(grids: Any) -> Any:
-    """Grids, however deep they are in lists, with half the rows and columns."""
+    """Grids in nested lists, with half the rows and columns."""
     if isinstance(grids[0], int):
         frames, h, w = grids
         return (frames, h // SIDE, w // SIDE)

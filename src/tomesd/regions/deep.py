@@ -1,4 +1,4 @@
-"""What lies below the finest level of a UNet, which steps can leave out."""
+"""The levels of a UNet below its finest one, which some steps leave out."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,10 +13,10 @@ from .role import Inner, Role
 
 @dataclass(frozen=True)
 class Deep(Role):
-    """A part of the way down, to the middle, and up again to the finest level.
+    """A block on the way down, in the middle, or on the way up, below the finest level.
 
-    At a step that reuses it, none of these parts runs. The last one, at the top, gives what it gave
-    before. The others give zeros of the right shapes, which nothing but parts of it receive.
+    At a step that reuses, none of them runs. The topmost one on the way up returns its output of an
+    earlier step; the others return zeros of the right shapes, which only these blocks receive.
     (Ma et al., DeepCache, 2023.)
     """
 
@@ -42,7 +42,7 @@ class Deep(Role):
 
 
 def _zeros_down(module: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What a part of the way down hands on, and what it keeps for the way up."""
+    """Zeros in place of a down block's output and of its skip connections."""
     batch, _, h, w = x.shape
     channels = _channels(module)
     kept = [x.new_zeros(()).expand(batch, channels, h, w)] * len(module.resnets)
@@ -54,7 +54,7 @@ def _zeros_down(module: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def _channels(module: Any) -> int:
-    """Of what a part of a UNet gives."""
+    """Output channels of a block."""
     layer = module.resnets[-1]
-    layer = getattr(layer, "spatial_res_block", layer)  # in models of video
+    layer = getattr(layer, "spatial_res_block", layer)  # of video models
     return int(layer.out_channels)

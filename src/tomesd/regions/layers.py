@@ -1,4 +1,4 @@
-"""What is inside a block: the layers, which merge and put back, and what helps them."""
+"""The layers inside a block, which merge and unmerge separately, and their helpers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,8 @@ from .tokens import Tokens
 
 @dataclass(frozen=True)
 class Norm(Role):
-    """The norm before self-attention. It may merge what it gives, so that the tokens before merging
-    are gone while attention runs, which is when a step needs the most memory."""
+    """The norm before self-attention. It may merge its own output, so that the unmerged tokens are
+    freed before attention runs, which is when a step needs the most memory."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         scope = current_scope(patch)
@@ -29,11 +29,11 @@ class Layer(Role):
     kind: str
     """"attn", "crossattn" or "mlp"."""
     context: str = ""
-    """Of attention: the second parameter, what it attends to; nothing is itself."""
+    """Attention's second parameter, which takes the keys' tokens; None means self-attention."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         scope = current_scope(patch)
-        # It is needed once, and the layers that follow may need the memory.
+        # Popped, not read: the plan is needed once, and later layers may need the memory.
         plan = scope.plans.pop(self.kind, None) if scope is not None else None
         if scope is None or plan is None:
             return inner(*args, **kwargs)
@@ -42,7 +42,7 @@ class Layer(Role):
         keys_only = is_self_attention and scope.settings.target == "kv"
         other_keys = self._other_keys(args, kwargs)
         fits = plan.fits(x)
-        # A norm that took the place of the patched one has merged nothing.
+        # `fits` is true here if somebody replaced the patched norm, which then merged nothing.
         is_merged = is_self_attention and scope.early and not fits
         reason = self._reason_to_skip(fits or is_merged, kwargs)
         if keys_only and not reason:
@@ -62,7 +62,7 @@ class Layer(Role):
             args, kwargs = self.tokens.replaced(changes, args, kwargs)
             return run_inside(scope, inner, *args, **kwargs)
         unmerge = plan.unmerge
-        del plan  # the layer may need the memory
+        del plan  # frees memory for the layer
         args, kwargs = self.tokens.given(merged, *self.tokens.replaced(along, args, kwargs))
         return unmerge(run_inside(scope, inner, *args, **kwargs))
 
@@ -71,11 +71,11 @@ class Layer(Role):
             return "they run on a part of the tokens at a time (chunked)"
         for name in self.tokens.refused:
             if kwargs.get(name) is not None:
-                return f"{name} is given, and is laid out for unmerged tokens"
+                return f"{name} is given, and has one row per unmerged token"
         return None
 
     def _other_keys(self, args: tuple, kwargs: dict) -> str | None:
-        """What attention attends to, if that is not its input alone."""
+        """Why the keys are not those of the layer's input alone; None if they are."""
         context = args[1] if len(args) > 1 else kwargs.get(self.context)
         if context is not None:
             return "they attend to something else than the image"
@@ -85,7 +85,7 @@ class Layer(Role):
 
 
 def _with_proportion(scope: Scope, module: nn.Module, plan: MergePlan) -> Scope:
-    """The scope inside an attention layer, where a merged token counts for all that are in it."""
+    """The scope inside an attention layer in which each token weighs as much as its slot holds."""
     proportion = proportion_of(module, plan.size)
     if isinstance(proportion, str):
         scope.patch.warn_once(f"tomesd: attention is not proportional in a layer: {proportion}")

@@ -1,4 +1,4 @@
-"""The model as a whole, and the stacks of blocks in a UNet: they read size, time and grid."""
+"""The model as a whole, and the stacks of blocks in a UNet: where size, time and grid are read."""
 
 import functools
 import math
@@ -21,9 +21,9 @@ from .role import Given, Inner, Role
 @dataclass(frozen=True)
 class _Root(Role):
     names: tuple[str, ...]
-    """Its parameters, in order."""
+    """Parameters of its forward, in order."""
     time: str
-    """The parameter that takes the timestep."""
+    """Name of the parameter that takes the timestep."""
 
     def start_call(
         self,
@@ -35,17 +35,18 @@ class _Root(Role):
         apart: bool,
         obstacle: str = "",
     ) -> Call:
-        """
+        """Collects what is known about a call before any block runs.
+
         Args:
-            latent: what the model works on, items first.
+            latent: the model's input, batch first.
             size: height and width of the latent.
-            tokens: of the image.
+            tokens: image tokens in the call.
             apart: see `Call`.
             obstacle: why the call cannot be made coarse, if it cannot.
         """
         value, timestep = given[self.time], None
         if value is not None:
-            # As a number, it would make torch.compile start anew at each step.
+            # As a Python number, it would make torch.compile recompile at each step.
             timestep = value if isinstance(value, Tensor) else torch.tensor([value])
             timestep = patch.timeline.falling(timestep.to(latent.device))
         call = Call(patch, patch.settings, size, timestep, apart=apart)
@@ -68,7 +69,7 @@ class UNetRoot(_Root):
         scope = current_scope(patch)
         given = Given(self.names, args, kwargs)
         latent = given[self.names[0]]
-        if scope is not None:  # entered through __call__ already, or by `describe`
+        if scope is not None:  # already entered, through __call__ or by `describe`
             scope.call.fullness = fullness(latent.shape[0], kwargs)
             return inner(*args, **kwargs)
         (h, w), apart = latent.shape[-2:], torch.is_grad_enabled()
@@ -85,7 +86,7 @@ class UNetRoot(_Root):
         return output
 
     def _run_coarse(self, call: Call, given: Given, inner: Inner) -> Any:
-        """Calls the model on a coarser image. Nothing merges in it, or is reused."""
+        """Calls the model on a coarser latent, on which nothing merges or is reused."""
         call.size = (call.size[0] // SIDE, call.size[1] // SIDE)
         run = functools.partial(run_inside, Scope(call), inner)
         return coarse_unet(given, call.patch.timeline, self.time, run)
@@ -96,24 +97,24 @@ class TransformerRoot(_Root):
     read: Callable[[Any, Given], Layout]
     """Reads the layout from the model's arguments."""
     between: tuple[str, ...]
-    """Arguments that add something to all tokens between the blocks, or pass blocks by."""
+    """Arguments that add something to all tokens between blocks, or that skip blocks."""
     lists: tuple[str, ...]
-    """Where the blocks are."""
+    """Attributes with the lists of blocks."""
     merging: int
-    """Blocks that merge."""
+    """Number of blocks that merge."""
     coarse: Coarse | None = None
-    """How its arguments are made coarse, if they can be."""
+    """How its arguments are made coarse; None if they cannot be."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         scope = current_scope(patch)
-        if scope is not None and scope.decided is not None:  # entered through __call__ already
+        if scope is not None and scope.decided is not None:  # already entered, through __call__
             return inner(*args, **kwargs)
         _refuse_split_sequences(module)
         given = Given(self.names, args, kwargs)
         layout = self.read(module, given)
         latent = _first_tensor((*args, *kwargs.values()))
         obstacle = self._coarse_obstacle(module, patch, given, layout)
-        if scope is not None:  # `describe` begins calls of its own
+        if scope is not None:  # `describe` has started the call
             call = scope.call
             call.coarse = call.coarse and not obstacle
         else:
@@ -132,17 +133,17 @@ class TransformerRoot(_Root):
         return output
 
     def _coarse_obstacle(self, module: Any, patch: Patch, given: Given, layout: Layout) -> str:
-        """Why a call cannot be made coarse; empty if it can, or if that is not wanted."""
+        """Why a call cannot be made coarse; empty if it can, or if nobody asked for it."""
         if not patch.settings.coarse or self.coarse is None:
             return ""
         if self._caches_attention(module) or self._may_skip_blocks(module):
-            return "a cache uses what blocks gave at other steps"
+            return "a cache uses outputs that blocks had at other steps"
         return self.coarse.obstacle(module, given, layout, self.time)
 
     def _run_coarse(self, call: Call, given: Given, layout: Layout, inner: Inner) -> Any:
-        """Calls the model on a coarser image. Nothing merges in it, or is reused."""
+        """Calls the model on a coarser latent, on which nothing merges or is reused."""
         assert self.coarse is not None
-        if call.settings.active:  # the next step can match on what two latents lead to
+        if call.settings.active:  # a later step may match on the image that two latents lead to
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         frames, h, w = layout.grid
         grid = (frames, h // SIDE, w // SIDE)
@@ -157,30 +158,30 @@ class TransformerRoot(_Root):
         return [block for name in self.lists for block in getattr(module, name)]
 
     def _may_skip_blocks(self, module: nn.Module) -> bool:
-        """Whether a cache may use what a block gave last time instead of running it."""
+        """Whether a cache may replace a block by the block's earlier output."""
         return any(not _PLAIN_HOOKS.issuperset(_hooks(block)) for block in self._blocks(module))
 
     def _needs_all_tokens(self, module: nn.Module, given: Given) -> bool:
-        """Whether something wants all tokens after each block."""
-        # Where gradients are wanted, a block may be run again on its own (checkpointing), and must
-        # not depend on what another one has kept.
+        """Whether something needs the full token sequence after each block."""
+        # With gradients, checkpointing may run a block again on its own, so it must not depend on
+        # what another block has kept.
         if torch.is_grad_enabled() or any(given[name] is not None for name in self.between):
             return True
         return self._may_skip_blocks(module)
 
     def _caches_attention(self, module: nn.Module) -> bool:
-        """Whether what a layer in a block gave may be used at another step."""
-        # There are hundreds, so that `children`, or a function to ask, would take long.
+        """Whether a cache may use a layer's output at another step."""
+        # There are hundreds of layers: `children()`, or a function call for each, would be slow.
         layers = [layer for block in self._blocks(module) for layer in block._modules.values()]
         hooked = [x for x in layers if x is not None and "_diffusers_hook" in x.__dict__]
         return any(not _ATTENTION_CACHES.isdisjoint(_hooks(layer)) for layer in hooked)
 
 
 def fullness(batch: int, kwargs: dict) -> float:
-    """How many times as many items a call would have with both halves of guidance in it.
+    """How many times larger the batch would be with both halves of guidance in it.
 
-    ComfyUI says which halves are in a call. Elsewhere, an even batch is taken to have both, which
-    is what pipelines do.
+    ComfyUI tells which halves a call has. Elsewhere, an even batch is taken to have both, as it has
+    in most pipelines.
     """
     halves = (kwargs.get("transformer_options") or {}).get("cond_or_uncond")
     if halves:
@@ -197,13 +198,13 @@ def _refuse_split_sequences(module: nn.Module) -> None:
         )
 
 
-# Hooks of diffusers that run a block as it is, and those that keep what attention gave.
+# Hooks of diffusers that run a block unchanged, and those that keep outputs of attention.
 _PLAIN_HOOKS = {"group_offloading", "layerwise_casting", "lazy_prefetch_group_offloading"}
 _ATTENTION_CACHES = {"taylorseer_cache", "pyramid_attention_broadcast", "faster_cache_block"}
 
 
 def _hooks(module: nn.Module) -> list[str]:
-    """The names of the hooks of diffusers on a module."""
+    """Names of the diffusers hooks on a module."""
     registry = module.__dict__.get("_diffusers_hook")
     return [] if registry is None else list(registry.hooks)
 
@@ -224,13 +225,13 @@ class Stack(Role):
     input: str
     """The parameter that takes the feature map."""
     patch_size: int = 1
-    """Side of the square of latent pixels that becomes one token."""
+    """Side of the square of feature-map pixels in one token."""
     channels: int = 0
-    """Of its tokens."""
+    """Channels of its tokens."""
     attention: str = ""
-    """Where its blocks keep their self-attention."""
+    """Attribute with the self-attention of its blocks."""
     unfused: tuple[str, ...] = ()
-    """Processors of self-attention, or classes of it, that write its scores to memory."""
+    """Class names of attention processors, or of attention, that write the scores to memory."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         features = args[0] if args else kwargs[self.input]
@@ -239,8 +240,8 @@ class Stack(Role):
         if scope is None:
             refuse_outside(patch, module)
             scope = Scope(Call(patch, patch.settings, (h, w)))
-        # Where gradients are wanted, a block may be run again on its own (checkpointing), and must
-        # not depend on what another one has kept.
+        # With gradients, checkpointing may run a block again on its own, so it must not depend on
+        # what another block has kept.
         scope.call.apart = torch.is_grad_enabled()
         blocks: Any = module.transformer_blocks
         heads = score_heads(blocks[0], self.attention, self.unfused)
@@ -252,7 +253,7 @@ class Stack(Role):
 
 
 def score_heads(block: nn.Module, attention: str, unfused: tuple[str, ...]) -> int:
-    """Heads of a block's self-attention, 0 if that is fused or unknown."""
+    """Heads of a block's self-attention if it writes scores to memory; 0 if fused or unknown."""
     layer = getattr(block, attention, None)
     worker = getattr(layer, "processor", layer)
     return getattr(layer, "heads", 0) if type(worker).__name__ in unfused else 0

@@ -1,4 +1,4 @@
-"""What all roles have in common: how they run, and the arguments of what they run around."""
+"""The interface of roles, and access to the arguments of the method that a role wraps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,11 +16,11 @@ Inner = Callable[..., Any]
 class Role(ABC):
     @abstractmethod
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        """Calls `inner`, the module's own method, with what it was given or something merged."""
+        """Calls `inner`, the module's own method, with the given arguments or with merged ones."""
 
 
 def find_argument(names: tuple[str, ...], name: str, args: tuple, kwargs: dict) -> Any:
-    """An argument of a method with these parameters; None if it is not given."""
+    """One argument of a method with these parameters; None if it was not passed."""
     place = names.index(name) if name in names else len(args)
     return args[place] if place < len(args) else kwargs.get(name)
 
@@ -28,7 +28,7 @@ def find_argument(names: tuple[str, ...], name: str, args: tuple, kwargs: dict) 
 def replace_arguments(
     names: tuple[str, ...], changes: dict[str, Any], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    """The arguments of a method with these parameters, with other values for some of them."""
+    """The arguments of a method with these parameters, some of them replaced."""
     if not changes:
         return args, kwargs
     if not args:
@@ -42,7 +42,7 @@ def replace_arguments(
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of a call, by name; `a.b` is the entry `b` of the dict `a`, if it has one."""
+    """The arguments of a call by name; `a.b` is entry `b` of the dict `a`, if there is one."""
 
     names: tuple[str, ...]
     args: tuple
@@ -56,5 +56,5 @@ class Given:
         return value
 
     def replaced(self, changes: dict[str, Any]) -> "Given":
-        """The same with other values for some names."""
+        """The same call with some arguments replaced."""
         return Given(self.names, *replace_arguments(self.names, changes, self.args, self.kwargs))

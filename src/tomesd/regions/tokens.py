@@ -1,4 +1,4 @@
-"""How a module takes image tokens in and gives them out, and what lies along them."""
+"""How a module receives and returns image tokens, and which arguments have a row per token."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,39 +13,39 @@ from .role import find_argument, replace_arguments
 
 @dataclass(frozen=True)
 class Along:
-    """An argument with a row for each token: merged tokens have that of their representative."""
+    """An argument with a row per token: a merged token has the row of its representative."""
 
     name: str
     axes: tuple[int, ...]
-    """Where its rows are."""
+    """The axes that have one entry per token."""
     sequence: bool = False
-    """Whether it has rows for all tokens of the sequence, text included, not the image's alone."""
+    """Whether it has rows for the whole sequence, text included; otherwise for the image."""
     batched: bool = True
-    """Whether its first axis is the batch. Otherwise all items have the same rows."""
+    """Whether its first axis is the batch. If not, all items share the rows."""
     parts: tuple[int | str, ...] | None = None
-    """Of a tuple or dictionary: which of its parts lie along the tokens. None: all."""
+    """Of a tuple or dictionary: its entries with a row per token; None: all entries."""
     ndim: int | None = None
-    """It lies along the tokens only if it has so many axes."""
+    """The number of axes with which it has a row per token; None: any."""
     mean: bool = False
-    """Tokens themselves, which are merged as the others are."""
+    """Whether it holds tokens, which are averaged as the others are."""
     tokens_first: bool = False
-    """Whether it is `[N, B, ...]`. `axes` are those of `[B, N, ...]`."""
+    """Whether it is `[N, B, ...]`; `axes` then refer to `[B, N, ...]`."""
 
     def is_in(self, value: Any) -> bool:
-        """Whether an argument has it: a dictionary may not."""
+        """Whether the argument is given; a dictionary may lack the entries."""
         if isinstance(value, dict):
             return any(value.get(part) is not None for part in self.parts or ())
         return value is not None
 
     def length(self, value: Any) -> int:
-        """How many rows it has."""
+        """Number of rows."""
         while not isinstance(value, Tensor):
             value = value[0 if self.parts is None else self.parts[0]]
         return value.shape[0 if self.tokens_first else self.axes[0]]
 
     def cut(self, value: Any, left: "_Left") -> Any:
-        """The rows that are left, of a tensor or of tensors in tuples, lists and dictionaries; of
-        a number of tokens, how many are left."""
+        """The rows left after merging, of a tensor or of tensors in tuples, lists or dictionaries.
+        An int is a number of tokens, and becomes the number left."""
         if isinstance(value, Tensor):
             return self._cut(value, left)
         if isinstance(value, int):
@@ -69,53 +69,53 @@ class Along:
         if self.mean:
             return left.plan.merge(rows)
         for axis in self.axes:
-            if rows.shape[axis] > 1:  # one row for all tokens is none for each
+            if rows.shape[axis] > 1:  # a single row is shared by all tokens
                 rows = left.pick(rows, axis, batched=self.batched)
         return rows
 
 
 class _Left:
-    """What a plan leaves of what lies along its tokens, or along a sequence that holds them."""
+    """Picks the rows that a plan leaves, of its own tokens or of a sequence that holds them."""
 
     def __init__(self, plan: MergePlan, start: int | Tensor | None, length: int):
         self.plan, self.start, self.length = plan, start, length
-        self._rows: Rows | None = None  # found once, if they are needed
+        self._rows: Rows | None = None  # computed once, when first needed
 
     def pick(self, rows: Tensor, axis: int, *, batched: bool) -> Any:
         if self._rows is None:
             self._rows = self.plan.rows(self.start, self.length)
         picked = self._rows.pick(rows, axis, batched=batched)
-        # With an axis for heads already, rows broadcast against queries `[B, N, H, C]` as they are.
+        # Rows that already have an axis for heads broadcast against queries `[B, N, H, C]`.
         got_batch_axis = picked.ndim > rows.ndim
         return ItemRows(picked) if got_batch_axis and rows.ndim < 3 else picked
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """How one kind of module carries image tokens."""
+    """How a kind of module receives and returns image tokens."""
 
     names: tuple[str, ...]
-    """Its parameters, in order."""
+    """Parameters of its forward, in order."""
     input: str
     """The parameter that takes the tokens, `[B, N, C]`."""
     output: int | None = None
-    """Where they are in the tuple that it gives; None: it gives them alone."""
+    """Index of the tokens in the returned tuple; None: they are returned alone."""
     joint: bool = False
-    """Whether `input` holds the text's tokens too."""
+    """Whether `input` also holds the text tokens."""
     text: Literal["before", "after", "ragged"] = "before"
-    """Where the text's tokens are in the sequence of all; ragged: before, as many as the prompt of
-    each item has."""
+    """Where the text tokens are in the sequence. "ragged": before the image, as many as the item's
+    prompt has."""
     along: tuple[Along, ...] = ()
     other: str = "encoder_hidden_states"
-    """Where two streams go in and out: the parameter that takes the second."""
+    """If two streams go in and out: the parameter that takes the second one."""
     refused: tuple[str, ...] = ()
-    """Arguments that line up with the tokens and cannot be cut."""
+    """Arguments with a row per token that cannot be cut."""
     tokens_first: bool = False
-    """Whether tokens come and go as `[N, B, C]`."""
+    """Whether tokens are passed as `[N, B, C]`."""
     after_with: str = ""
-    """An argument with which the text comes after the image."""
+    """An argument that, if given, means that the text comes after the image."""
     in_place: bool = False
-    """Whether the module writes into the tokens it is given."""
+    """Whether the module modifies its input in place."""
 
     def get(self, name: str, args: tuple, kwargs: dict) -> Any:
         return find_argument(self.names, name, args, kwargs)
@@ -125,38 +125,38 @@ class Tokens:
         return self._turned(self.get(self.input, args, kwargs))
 
     def given(self, tokens: Tensor, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments with other tokens."""
+        """The arguments with other image tokens."""
         return self.replaced({self.input: self._turned(tokens)}, args, kwargs)
 
     def _turned(self, tokens: Tensor) -> Tensor:
         return tokens.transpose(0, 1) if self.tokens_first else tokens
 
     def replaced(self, changes: dict[str, Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments with other values for some of them."""
+        """The arguments, some of them replaced."""
         return replace_arguments(self.names, changes, args, kwargs)
 
     def result(self, output: Any) -> Tensor:
-        """The tokens in what the module gave."""
+        """The image tokens in the module's output, `[B, N, C]`."""
         return self._turned(output if self.output is None else output[self.output])
 
     def take_other(self, args: tuple, kwargs: dict) -> Tensor | None:
-        """The tokens of the second stream, if the module changes those too."""
+        """The tokens of the second stream, if the module updates those too."""
         if self.output is None or self.other not in self.names:
             return None
         found: Tensor | None = self.get(self.other, args, kwargs)
         return found
 
     def result_other(self, output: Any) -> Tensor | None:
-        """The tokens of the second stream in what the module gave."""
+        """The tokens of the second stream in the module's output."""
         return None if self.output is None else output[1 - self.output]
 
     def unchanged(self, args: tuple, kwargs: dict) -> Any:
-        """What the module would give if it did nothing."""
+        """The output of a module that does nothing."""
         tokens = self.take(args, kwargs)
         return self.with_results(tokens, self.take_other(args, kwargs), (None, None))
 
     def with_results(self, tokens: Tensor, other: Tensor | None, output: Any) -> Any:
-        """What the module gave, with other tokens in one stream or both."""
+        """The module's output with the tokens of one stream or both replaced."""
         tokens = self._turned(tokens)
         if self.output is None:
             return tokens
@@ -167,7 +167,7 @@ class Tokens:
         return tuple(results)
 
     def given_refused(self, args: tuple, kwargs: dict) -> str | None:
-        """The first argument given that cannot be cut."""
+        """Name of the first given argument that cannot be cut."""
         known = min(len(self.names), len(args))
         given = {**dict(zip(self.names[:known], args[:known], strict=True)), **kwargs}
         given.update(given.get("cross_attention_kwargs") or {})
@@ -177,7 +177,7 @@ class Tokens:
         return None
 
     def start(self, length: int, decision: Decision, args: tuple, kwargs: dict) -> int | Tensor:
-        """Where the image's tokens begin in a sequence of all; `[B]` if that is ragged."""
+        """Where the image begins in the joint sequence; `[B]` if that is ragged."""
         if self.text == "ragged" and decision.start is not None:
             return decision.start
         after = self.after_with and self.get(self.after_with, args, kwargs) is not None
@@ -191,11 +191,11 @@ class Tokens:
         kwargs: dict,
         cuts: list[Cut] | None = None,
     ) -> dict[str, Any]:
-        """The arguments with a row for each token, cut, by name.
+        """The arguments with a row per token, cut by a plan, by name.
 
         Args:
-            plan: of the image's tokens.
-            cuts: made so far in the call, in which the same one is found; a new one is added.
+            plan: for the image tokens.
+            cuts: the cuts made so far in this call, to find an equal one in or to add this one to.
         """
         given = [(along, self.get(along.name, args, kwargs)) for along in self.along]
         given = [(along, value) for along, value in given if along.is_in(value)]
@@ -213,16 +213,16 @@ class Tokens:
     def _start_in(
         self, along: Along, value: Any, decision: Decision, args: tuple, kwargs: dict
     ) -> int | Tensor | None:
-        """Where the image's rows begin in an argument; None: it has no others."""
-        if not along.sequence or along.length(value) == 1:  # a row for all tokens
+        """Where the image's rows begin in an argument; None: it has no other rows."""
+        if not along.sequence or along.length(value) == 1:  # one row, shared by all tokens
             return None
-        # In a joint sequence, the image is where it is in the input, whatever rows come after it.
+        # In a joint sequence the input tells where the image is, also if the argument is longer.
         rows = self.take(args, kwargs).shape[1] if self.joint else along.length(value)
         return self.start(rows, decision, args, kwargs)
 
 
 def _same(one: list[tuple[Along, Any]], other: list[tuple[Along, Any]]) -> bool:
-    """Whether these are the same arguments, not only equal ones."""
+    """Whether these are the very same arguments, not just equal ones."""
     return len(one) == len(other) and all(
         a == b and value is given for (a, value), (b, given) in zip(one, other, strict=True)
     )
@@ -231,7 +231,7 @@ def _same(one: list[tuple[Along, Any]], other: list[tuple[Along, Any]]) -> bool:
 def _cut(
     plan: MergePlan, given: list[tuple[Along, Any]], starts: list[int | Tensor | None]
 ) -> dict[str, Any]:
-    """Arguments by name, cut. Some have rows on more than one axis, or in one of two shapes."""
+    """Arguments by name, cut. An argument with rows on two axes, or with two forms, comes twice."""
     cut: dict[str, Any] = {}
     known: list[_Left] = []
     for (along, value), start in zip(given, starts, strict=True):

@@ -1,4 +1,4 @@
-"""The nodes, as versions of ComfyUI before `comfy_entrypoint` want them."""
+"""The nodes, in the form for versions of ComfyUI without `comfy_entrypoint`."""
 
 from typing import Any
 

@@ -40,8 +40,8 @@ _MORE = (
 _DEPTH = ("depth_from", "depth_to")
 _YES_NO = ("yes", "no")
 _PRESET = (
-    "Settings that have been measured: UNets merge tokens, and transformers leave parts of steps "
-    "out. What is set besides wins."
+    "Settings with measured speed and quality: UNets merge tokens, and transformers skip parts of "
+    "some steps. Options that are set take precedence."
 )
 
 Input = tuple[Any, dict[str, Any]]

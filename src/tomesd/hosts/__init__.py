@@ -126,7 +126,7 @@ def find_models(model: Any) -> list[FoundModel]:
         supported = "; ".join((*unets.NAMES, _name_transformers()))
         raise UnsupportedModelError(
             f"tomesd found no transformer block it knows in this {type(model).__name__}. "
-            f"Supported: {supported}. Give a pipeline, one of these models, or a wrapper around "
+            f"Supported: {supported}. Pass a pipeline, one of these models, or a wrapper around "
             "one."
         )
     return found

@@ -261,7 +261,7 @@ def from_ideogram4(module: Any, given: Given) -> Layout:
 
 
 @never_traced(
-    "where tokens are in the image is in img_ids, which no graph can read. Compile in place, "
+    "the positions of tokens are in img_ids, which no graph can read. Compile in place, "
     "model.compile(fullgraph=True), or call apply_patch after torch.compile"
 )
 def _layout_of(ids: Tensor, tokens: int | None = None, roles: Tensor | None = None) -> Layout:

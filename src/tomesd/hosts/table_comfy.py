@@ -64,7 +64,7 @@ COMFY_TRANSFORMERS = (
     Transformer("VaceWanModel", (_WAN_ALONE,), from_comfy_video, _THOUSAND),
     Transformer("AnimateWanModel", (_WAN_ALONE,), from_comfy_video, _THOUSAND),
     *(
-        Transformer(name, reason="its blocks listen to sound frame by frame, and need whole frames")
+        Transformer(name, reason="its blocks attend to audio frame by frame, and need whole frames")
         for name in ("WanModel_S2V", "HumoWanModel")
     ),
 )

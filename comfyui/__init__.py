@@ -1,7 +1,7 @@
 """Token merging in ComfyUI: faster sampling in UNets and diffusion transformers.
 
-ComfyUI takes the nodes from `comfy_entrypoint`. Versions that do not know it yet take them from
-`NODE_CLASS_MAPPINGS`, which must not be there otherwise, because it would win.
+ComfyUI loads the nodes from `comfy_entrypoint`. Older versions load them from
+`NODE_CLASS_MAPPINGS`, which must not exist in newer ones, because it would take precedence.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""The nodes, as versions of ComfyUI before `comfy_entrypoint` want them."""
+"""The nodes, in the form for versions of ComfyUI without `comfy_entrypoint`."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ MASK = "Tokens where the mask is not black are merged last."
 SIZES: dict[str, tuple[Any, dict[str, Any]]] = {
     "width": ("INT", {"default": 1024, "min": 64, "max": 16384, "step": 8}),
     "height": ("INT", {"default": 1024, "min": 64, "max": 16384, "step": 8}),
-    "frames": ("INT", {"default": 81, "min": 1, "max": 4096, "tooltip": "Of a video."}),
+    "frames": ("INT", {"default": 81, "min": 1, "max": 4096, "tooltip": "Frames of a video."}),
     "batch": (
         "INT",
-        {"default": 2, "min": 1, "max": 64, "tooltip": "Guidance runs two items for an image."},
+        {"default": 2, "min": 1, "max": 64, "tooltip": "With guidance, two per image."},
     ),
 }
 
 
 class TokenMerging:
     DESCRIPTION = (
-        "Makes sampling faster: the model runs on fewer tokens, where tokens are alike. For UNets "
+        "Speeds up sampling: similar tokens merge, so the model runs on fewer of them. For UNets "
         "(SD 1, 2, XL) and transformers (Flux, Chroma, SD 3, Qwen-Image, Wan, Lumina 2, Z-Image)."
     )
     CATEGORY = CATEGORY
@@ -38,7 +38,7 @@ class TokenMerging:
 
 
 class MoreOptions:
-    DESCRIPTION = "All other options of Token Merging. They win over settings that come in."
+    DESCRIPTION = "All other options of Token Merging. They override connected settings."
     CATEGORY = CATEGORY
     FUNCTION = "collect"
     RETURN_TYPES = (SETTINGS,)
@@ -54,7 +54,7 @@ class MoreOptions:
 
 
 class Describe:
-    DESCRIPTION = "Says what merges where at an image size, and how many operations that saves."
+    DESCRIPTION = "Shows what merges where at an image size, and how many operations this saves."
     CATEGORY = CATEGORY
     FUNCTION = "describe"
     RETURN_TYPES = ("STRING",)

@@ -1,4 +1,4 @@
-"""What the nodes do: merging in one clone of a model, for as long as a call of that clone takes."""
+"""What the nodes do: they merge in one clone of a model, and only during calls of that clone."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -24,10 +24,10 @@ KEY = "tomesd"
 
 
 class Merging:
-    """Wraps calls of a model in merging.
+    """A wrapper that makes a model merge during its calls.
 
-    ComfyUI keeps it with one clone of a model and the clones made of that, and calls it for them
-    alone. The model itself is as it was between the calls, so other clones, and other workflows,
+    ComfyUI keeps it with one clone of a model and the clones made from that, and uses it for their
+    calls only. Between calls, the model itself is unpatched, so other clones and other workflows
     never merge.
     """
 
@@ -40,7 +40,7 @@ class Merging:
             return executor(*args, **kwargs)
 
     def prepare(self, model: Any) -> Prepared:
-        """What to change in a model; found anew where nodes have put other parts into it."""
+        """The changes to make in a model; found again if nodes have replaced its parts."""
         parts = model.diffusion_model, model.model_sampling
         if self._found is None or any(a is not b for a, b in zip(parts, self._found, strict=False)):
             self._found = (*parts, prepare(model, self.options, self.preset))
@@ -48,12 +48,12 @@ class Merging:
 
 
 def merge_tokens(model: Any, options: dict[str, Any], preset: str = "none") -> Any:
-    """A clone of a model (a `ModelPatcher`) that merges tokens; it replaces a merging before.
+    """A clone of a model (a `ModelPatcher`) that merges tokens, instead of any earlier merging.
 
-    What `options` says wins over the preset.
+    `options` take precedence over the preset.
 
     Raises:
-        ValueError, TypeError: an option is out of range, or means nothing on this model.
+        ValueError, TypeError: an option is out of range, or has no meaning on this model.
         tomesd.UnsupportedModelError: tokens cannot be merged in this model.
     """
     merging = Merging(options, None if preset == "none" else preset)
@@ -66,13 +66,13 @@ def merge_tokens(model: Any, options: dict[str, Any], preset: str = "none") -> A
 
 
 def describe(model: Any, width: int, height: int, frames: int, batch: int) -> str:
-    """What merges in a model at an image size, as text."""
-    comfy.model_management.load_model_gpu(model)  # what pays depends on where it runs
+    """A text that says what merges in a model at an image size."""
+    comfy.model_management.load_model_gpu(model)  # whether merging pays depends on the device
     pixels = getattr(model.model.latent_format, "spacial_downscale_ratio", 8)
     described = SimpleNamespace(model=model.model, vae_scale_factor=pixels)
 
     wrappers = model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
     merging = wrappers[0].prepare(model.model).merging() if wrappers else nullcontext()
-    # ComfyUI runs nodes in inference mode, in which a model cannot run on shapes alone.
+    # ComfyUI runs nodes in inference mode, where a model cannot run on shapes alone.
     with merging, torch.inference_mode(False):
         return str(tomesd.describe(described, height, width, frames, batch=batch))

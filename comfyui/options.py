@@ -1,4 +1,4 @@
-"""Inputs of the nodes from the options of tomesd, and options from what inputs are set to."""
+"""Inputs of the nodes, made from the options of tomesd, and options from the values of inputs."""
 
 import ast
 import hashlib
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 AUTO = "auto"
-"""Of a list: the option is not given. Of numbers, -1 and all below 0 say that."""
+"""The choice in a list that leaves an option out. For numbers, -1 (any below 0) does that."""
 SETTINGS = "TOMESD_SETTINGS"
-"""The type of options on their way from node to node."""
+"""The type of links that pass options between nodes."""
 
-# ComfyUI saves inputs by their place in these lists: add to their ends only.
+# ComfyUI saves inputs by their position in these lists: append only.
 _MAIN = ("ratio", "start", "end", "target", "when")
 _MORE = (
     *("selector", "metric", "share", "refresh", "window", "sx", "sy", "st", "use_rand"),
@@ -40,12 +40,12 @@ _MORE = (
 _DEPTH = ("depth_from", "depth_to")
 _YES_NO = ("yes", "no")
 _PRESET = (
-    "Settings that have been measured: UNets merge tokens, and transformers leave parts of steps "
-    "out. What is set besides wins."
+    "Settings with measured speed and quality: UNets merge tokens, and transformers skip parts of "
+    "some steps. Options that are set take precedence."
 )
 
 Input = tuple[Any, dict[str, Any]]
-"""As ComfyUI has it: a type or a list of words, and what else is known."""
+"""An input as ComfyUI declares it: a type or a list of choices, and further properties."""
 
 
 def _inputs(names: tuple[str, ...]) -> dict[str, Input]:
@@ -89,23 +89,23 @@ def _documentation() -> dict[str, str]:
     return found
 
 
-# Made here and not when ComfyUI asks, on any thread: the parser of Python 3.11 does not go with
-# threads.
+# Made on import, not when ComfyUI asks for them on some thread: the parser of Python 3.11 is not
+# thread-safe.
 INPUTS = {"preset": _choices([*PRESETS], "none", tooltip=_PRESET), **_inputs(_MAIN)}
-"""Inputs of a node for the options that matter most, by name."""
+"""The inputs for the options that matter most, by name."""
 MORE_INPUTS = _inputs(_MORE)
-"""The same for all others."""
+"""The inputs for all other options."""
 
 
 def options(
     settings: dict[str, Any] | None = None, mask: Any = None, **given: Any
 ) -> dict[str, Any]:
-    """Options for `tomesd.Settings`, from what the inputs of a node are set to.
+    """Options for `tomesd.Settings`, from the inputs of a node.
 
     Args:
-        settings: from another node.
+        settings: options from another node.
         mask: where to merge last, `[b, h, w]`.
-        given: what inputs are set to; they win over settings.
+        given: the values of other inputs, which take precedence over `settings`.
     """
     made = dict(settings or {})
     made |= {name: _value(value) for name, value in given.items() if _is_given(value)}
@@ -125,7 +125,7 @@ def _value(value: Any) -> Any:
 
 
 def settings_files() -> list[str]:
-    """The settings files in ComfyUI's folder for inputs."""
+    """The JSON files in ComfyUI's input folder."""
     folder = Path(folder_paths.get_input_directory())
     return sorted(path.name for path in folder.glob("*.json"))
 
@@ -135,6 +135,6 @@ def load(file: str) -> dict[str, Any]:
 
 
 def fingerprint(file: str) -> str:
-    """Differs when what is in the file does."""
+    """A hash of the content of a settings file."""
     content = Path(folder_paths.get_annotated_filepath(file)).read_bytes()
     return hashlib.sha256(content).hexdigest()

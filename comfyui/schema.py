@@ -1,4 +1,4 @@
-"""The nodes, as versions of ComfyUI with `comfy_entrypoint` want them: made of the classic ones."""
+"""The nodes, in the form for ComfyUI with `comfy_entrypoint`, made from the classic ones."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def _outputs(node: Any) -> list[Any]:
 
 
 def _node(name: str, node: Any) -> type[io.ComfyNode]:
-    """The new form of a classic node."""
+    """A classic node in the new form."""
 
     class Node(io.ComfyNode):
         @classmethod

@@ -235,5 +235,5 @@ def test_times_run_as_the_model_says() -> None:
 def test_what_cannot_merge_is_refused(kind: str) -> None:
     model = type(kind, (nn.Module,), {"__module__": "comfy.ldm.wan.model"})()
     assert hasattr(zoo_ldm.comfy("ldm.wan.model"), kind)
-    with pytest.raises(tomesd.UnsupportedModelError, match="sound"):
+    with pytest.raises(tomesd.UnsupportedModelError, match="audio"):
         find_models(model)

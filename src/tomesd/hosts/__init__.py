@@ -1,4 +1,4 @@
-"""Finds the models to patch, and the modules in them, by the tables of the hosts."""
+"""Finds the models to patch and the modules in them, using the tables of the hosts."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ Site = tuple[nn.Module, Role]
 
 
 class UnsupportedModelError(RuntimeError):
-    """The model has no block that tomesd knows how to merge tokens in."""
+    """The model has no block in which tomesd can merge tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class FoundModel:
     rooted: bool
     """Whether `module` receives the timestep."""
     row: Transformer | None = None
-    """Of a diffusion transformer: what the table says about it."""
+    """The table row of a diffusion transformer; None for other models."""
     wrapper: nn.Module | None = None
-    """What `torch.compile` made of it. As the root, it reads what no graph can read."""
+    """The wrapper that `torch.compile` made of `module`, if any. It has the role of the root too,
+    so that values no graph can read are read outside the graph."""
 
     @property
     def kind(self) -> Literal["unet", "transformer"]:
@@ -54,14 +55,14 @@ class FoundModel:
 
     @property
     def can_be_coarse(self) -> bool:
-        """Whether it is known how to run the model on a coarser image."""
+        """Whether its row says how to run it on a coarser image; False for UNets."""
         return self.row is not None and self.row.coarse is not None
 
     def settings(self, asked: Settings) -> Settings:
-        """The settings with the defaults of this kind of model where nothing was given.
+        """Fills in the defaults of this kind of model where no option was given.
 
         Raises:
-            ValueError: an option means nothing on this model.
+            ValueError: an option has no meaning on this model.
         """
         if self.row is None:
             return unets.fill_settings(asked, self.module)
@@ -71,9 +72,10 @@ class FoundModel:
         return asked.filled(**transformers.DEFAULTS, metric=metric)
 
     def timeline(self, of_scheduler: Timeline) -> Timeline:
-        """How its times run: as the table says, or as the scheduler of the pipeline does.
+        """The timeline of its timesteps: the row's, or else the scheduler's.
 
-        A scheduler that knows of flows is ComfyUI's, and nodes may have changed it.
+        A flow timeline from the scheduler takes precedence: it is ComfyUI's, where nodes can change
+        it. The shift is always the scheduler's.
         """
         known = self.row.timeline if self.row is not None else None
         known = known(self.module) if callable(known) else known
@@ -82,7 +84,7 @@ class FoundModel:
         return replace(known, shift=of_scheduler.shift)
 
     def sites(self, settings: Settings) -> list[Site]:
-        """What to patch, and in which role. A module with two roles appears twice, inner first."""
+        """The modules to patch, with their roles. One with two roles appears twice, inner first."""
         if self.row is None:
             return list(unets.sites(self.module, settings, self.rooted))
         sites = list(self.row.sites(self.module, settings))
@@ -102,7 +104,7 @@ class FoundModel:
         return [block for part in self.row.lists for block in getattr(self.module, part.path)]
 
     def outline(self) -> Outline:
-        """What the model does, as far as its speed goes."""
+        """The work that the model does, for estimates of its speed."""
         if self.row is None and not unets.is_block(self.module):
             return outline_model(self.module, unets.runs(self.module))
         return outline_blocks(self._blocks)
@@ -116,7 +118,7 @@ def find_models(model: Any) -> list[FoundModel]:
         known = {id(other.module) for other in found}
         try:
             found += [other for other in _models(name, module) if id(other.module) not in known]
-        except UnsupportedModelError as error:  # beside others, such a ControlNet is left alone
+        except UnsupportedModelError as error:  # such a ControlNet is left alone beside others
             refused = error
     if not found:
         if refused is not None:
@@ -124,7 +126,7 @@ def find_models(model: Any) -> list[FoundModel]:
         supported = "; ".join((*unets.NAMES, _name_transformers()))
         raise UnsupportedModelError(
             f"tomesd found no transformer block it knows in this {type(model).__name__}. "
-            f"Supported: {supported}. Give a pipeline, one of these models, or a wrapper around "
+            f"Supported: {supported}. Pass a pipeline, one of these models, or a wrapper around "
             "one."
         )
     return found
@@ -135,13 +137,13 @@ _COMFY_ROWS = {row.name: row for row in COMFY_TRANSFORMERS}
 
 
 def find_row(module: nn.Module) -> Transformer | None:
-    """What the tables say about a transformer, or about what it derives from."""
+    """The row of a transformer's class, or of the nearest base class that has one."""
     rows = _COMFY_ROWS if is_comfy(module) else _ROWS
     return next((rows[name] for name in class_names(module) if name in rows), None)
 
 
 def _name_transformers() -> str:
-    """The supported transformers, for people to read."""
+    """The supported transformers, as text for an error message."""
     names = [row.name for row in TRANSFORMERS if not row.reason]
     short = [re.sub(r"(Transformer([23]D)?)?(Model)?$", "", name) for name in names]
     comfy = [row.name for row in COMFY_TRANSFORMERS if not row.reason]
@@ -152,7 +154,7 @@ def _name_transformers() -> str:
 
 
 def find_modules(model: Any) -> dict[str, nn.Module]:
-    """The torch modules in what a user calls a model, by name."""
+    """The torch modules in a pipeline, a model, or a wrapper around one, by name."""
     if isinstance(model, nn.Module):
         return {type(model).__name__: model}
     components = getattr(model, "components", None)  # a diffusers pipeline
@@ -183,7 +185,7 @@ def _models(name: str, module: nn.Module) -> Iterator[FoundModel]:
         yield FoundModel(name, module, True)
     elif unets.is_stack(module):
         yield FoundModel(name, module, False)
-    else:  # a wrapper: the model is further in
+    else:  # a wrapper: the model is among its children
         for child_name, child in module.named_children():
             yield from _models(f"{name}.{child_name}", child)
 

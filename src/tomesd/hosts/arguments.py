@@ -1,7 +1,7 @@
-"""What example inputs have for the arguments of models of diffusers.
+"""Rules for the arguments in example inputs of diffusers models.
 
-Models share the names of their arguments: one table says what belongs to a name, others what
-differs in UNets and in single classes.
+Models share the names of their arguments: `ARGUMENTS` has one rule per name. `OF_UNETS` and `OWN`
+have the exceptions for UNets and for single classes.
 """
 
 from dataclasses import replace
@@ -24,20 +24,20 @@ _TEXT_WIDTH = (
 
 
 def _where(entry: str, rule: Rule) -> Rule:
-    """The rule for models that have an entry of the configuration; "a|b": one of them."""
+    """Limits a rule to models with a configuration entry; "a|b": with either of them."""
     names = entry.split("|")
     return lambda c: c.make(rule) if any(getattr(c, name) for name in names) else None
 
 
 def _condition(c: Example) -> Tensor:
-    """For ControlNets: in tokens, where they have positions."""
+    """The condition of a ControlNet: packed tokens if it uses positions, otherwise a latent."""
     more = c.extra_condition_channels or c.extra_conditioning_channels or 0
     channels = c.in_channels + more
     return c.tensor(c.tokens, channels) if c.axes_dims_rope else c.tensor(channels, *c.size)
 
 
 def _more_channels(c: Example) -> Tensor | None:
-    """The channels of the input that are no part of the output."""
+    """The input channels beyond those of the output, if there are any."""
     channels = c.in_channels - (c.out_channels or c.in_channels)
     return c.tensor(channels, c.frames, *c.size) if channels > 0 else None
 
@@ -47,20 +47,20 @@ def _text_ids(c: Example) -> Tensor:
 
 
 def _image_ids(c: Example, axes: int | None = None) -> Tensor:
-    """Positions [tokens, axes]: row and column are the second and third axis everywhere."""
+    """Positions `[tokens, axes]`. The second and third axis are row and column in all models."""
     more = [0] * ((axes or len(c.axes_dims_rope)) - 3)
     rows, columns = map(range, c.grid)
     return c.known([[0, row, column, *more] for row in rows for column in columns])
 
 
 def _all_ids(c: Example) -> Tensor:
-    """Positions [B, text + tokens, 3]: those of the image are far from those of the text."""
+    """Positions `[B, text + tokens, 3]`. Those of the image are far from those of the text."""
     text = c.count(c.text)[:, None].expand(-1, 3)
     return torch.cat([text, _image_ids(c, 3) + 65536]).expand(c.batch, -1, -1)
 
 
 def _turns(c: Example, tokens: int, width: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [tokens, width], of rotary positions: all turns are by zero."""
+    """(cos, sin) of rotary positions, each `[tokens, width]`, with all angles zero."""
     zeros = c.zeros(tokens, width).float()
     return zeros.cos(), zeros
 
@@ -76,13 +76,13 @@ def _cogvideox_rope(c: Example) -> Any:
 
 
 def _lumina_rope(c: Example) -> Tensor:
-    """[384, 384, width], of which the model takes the rows and columns it has."""
+    """`[384, 384, width]`, of which the model takes as many rows and columns as it needs."""
     cos, sin = _turns(c, 384 * 384, c.hidden_size // c.num_attention_heads // 2)
     return torch.complex(cos, sin).view(384, 384, -1)
 
 
 def _allegro_rope(c: Example) -> Any:
-    """Tables for time, rows and columns, and the positions [1, tokens] in each."""
+    """Tables for time, rows and columns, and the position `[1, tokens]` of each token in them."""
     lengths = (c.frames, *c.grid)
     tables = tuple(_turns(c, length, c.attention_head_dim // 3) for length in lengths)
     positions = torch.cartesian_prod(*(c.count(length) for length in lengths))
@@ -90,7 +90,7 @@ def _allegro_rope(c: Example) -> Any:
 
 
 def _omnigen_mask(c: Example) -> Tensor:
-    """[B, S, S]: text and time look back only, the picture looks at everything."""
+    """`[B, S, S]`: text and time attend to earlier tokens only, the image to all tokens."""
     before, length = c.text + 1, c.text + 1 + c.tokens
     mask = c.whole(length, length, value=1).tril()
     mask[:, before:] = 1
@@ -104,7 +104,7 @@ def _size_conditions(c: Example) -> Any:
 
 
 _AUDIO_TOKENS = 126  # five seconds
-_CLIP_TOKENS, _SIGLIP_TOKENS, _EVA_TOKENS = 257, 729, 577  # a picture for these encoders
+_CLIP_TOKENS, _SIGLIP_TOKENS, _EVA_TOKENS = 257, 729, 577  # tokens per image of these encoders
 
 ARGUMENTS: dict[str, Rule] = {
     **dict.fromkeys(("timestep", "timesteps", "t"), ""),
@@ -129,7 +129,7 @@ ARGUMENTS: dict[str, Rule] = {
         c.tensor(c.text, c.text_encoder_dim) for _ in range(c.num_layers + c.num_single_layers)
     ],
     "input_ids": lambda c: c.whole(c.text),
-    # pictures and videos that the output depends on
+    # latents, and conditions other than text
     "x": lambda c: [picture[:, None] for picture in c.tensor(c.in_channels, *c.size)],
     "encoder_hidden_states_image": f"{_CLIP_TOKENS} image_dim",
     "image_embeds": f"{_SIGLIP_TOKENS} image_embed_dim|image_proj_dim",
@@ -151,7 +151,7 @@ ARGUMENTS: dict[str, Rule] = {
     "input_img_latents": lambda c: [],
     "input_image_sizes": lambda c: {},
     "audio_hidden_states": f"{_AUDIO_TOKENS} audio_in_channels|in_audio_dim",
-    # 16, 2 and 1 frames of the past, in smaller and smaller patches, and a picture or first frame
+    # 16, 2 and 1 past frames, in smaller and smaller patches, and an image or the first frame
     **dict.fromkeys(("latents_history_4x", "latents_history_long"), _PAST),
     **dict.fromkeys(("latents_history_2x", "latents_history_mid"), _TWO_FRAMES),
     **dict.fromkeys(("latents_clean", "latents_history_short"), _TWO_FRAMES),
@@ -181,7 +181,7 @@ ARGUMENTS: dict[str, Rule] = {
     "visual_rope_pos": lambda c: [c.count(length) for length in (c.frames, *c.grid)],
     "text_rope_pos": lambda c: c.count(c.text),
 }
-"""What an argument is, in whichever model has it."""
+"""The rule for each argument name, in all models that have it."""
 
 
 def _unet_label(c: Example) -> Tensor | None:
@@ -202,7 +202,7 @@ def _unet_condition(c: Example) -> Tensor:
 
 
 def _text_per_frame(c: Example) -> Tensor:
-    """[B * frames, text, width]"""
+    """`[B * frames, text, width]`."""
     each = replace(c, batch=c.batch * c.frames)
     return each.make(ARGUMENTS["encoder_hidden_states"])
 
@@ -215,7 +215,7 @@ OF_UNETS: dict[str, Rule] = {
     "added_time_ids": "3",
     "controlnet_cond": _unet_condition,
 }
-"""What is otherwise in UNets and their ControlNets."""
+"""Exceptions in UNets and their ControlNets."""
 
 OWN: dict[str, dict[str, Rule]] = {
     "UNetMotionModel": {"sample": _VIDEO, "encoder_hidden_states": _text_per_frame},
@@ -246,7 +246,7 @@ OWN: dict[str, dict[str, Rule]] = {
         "hidden_states": "out_channels|in_channels frames height width"
     },
     "HiDreamImageTransformer2DModel": {
-        "img_ids": lambda c: None,  # made by the model
+        "img_ids": lambda c: None,  # the model makes them
         "encoder_hidden_states_t5": "text caption_channels",
         "encoder_hidden_states_llama3": lambda c: c.tensor(
             max(c.llama_layers) + 1, c.text, c.caption_channels[1]
@@ -280,7 +280,7 @@ OWN: dict[str, dict[str, Rule]] = {
     },
     "LuminaNextDiT2DModel": {
         "image_rotary_emb": _lumina_rope,
-        "cross_attention_kwargs": lambda c: {},  # None is the default, and an error
+        "cross_attention_kwargs": lambda c: {},  # the default, None, raises an error
     },
     "NucleusMoEImageTransformer2DModel": {"img_shapes": lambda c: [(1, *c.grid)] * c.batch},
     "OmniGenTransformer2DModel": {
@@ -289,4 +289,4 @@ OWN: dict[str, dict[str, Rule]] = {
     },
     "PixArtTransformer2DModel": {"added_cond_kwargs": _size_conditions},
 }
-"""What is otherwise in one class, or is needed in that only."""
+"""Exceptions in single classes, and arguments that only one class needs."""

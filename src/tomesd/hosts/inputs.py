@@ -1,4 +1,4 @@
-"""Inputs of the right shape for a model, to find out what it does at an image size."""
+"""Example inputs of the right shapes, to find out what a model does at an image size."""
 
 import inspect
 from dataclasses import replace
@@ -29,17 +29,17 @@ def example_inputs(
 ) -> Inputs | None:
     """Arguments for `module.forward` on a latent of `size`, or None if its class is not known.
 
-    Tensors of floating point are zeros that stand for data, and may be filled with anything. What
-    has to be as it is, positions and masks, is of integers or booleans, or inside tuples. Masks and
-    positions are made by `torch.tensor`, so that under `FakeTensorMode` they are constants: there
-    are models that read them, to cut the text.
+    Floating-point tensors are zeros in place of data, and may be filled with anything. Values that
+    matter (positions and masks) are integers or booleans, or are inside tuples. Masks and positions
+    are made by `torch.tensor`, so that they are constants under `FakeTensorMode`: some models read
+    them to trim the text.
 
     Args:
         module: a UNet or transformer of diffusers or ComfyUI, or a UNet of ldm.
-        size: height and width in latent pixels, before any of them become one token.
-        batch: of the call.
-        frames: latent frames of a video; models of images ignore it.
-        text: tokens of text for a transformer; as many as its pipeline makes, if None.
+        size: height and width of the latent, in latent pixels.
+        batch: items in the call.
+        frames: latent frames of a video; image models ignore it.
+        text: tokens of text for a transformer; None: as many as its pipeline makes.
     """
     example, row = Example(module, batch, *size, frames, 77), find_row(module)
     if row is None:
@@ -47,14 +47,14 @@ def example_inputs(
     example = replace(example, text=text or row.text)
     if is_comfy(module):
         return _comfy_inputs(example, row)
-    # Some have positions for a text of one length only.
+    # Some models have positions for texts of one length only.
     fixed = example.max_text_seq_length or example.text_len
     example = replace(example, text=fixed or example.text)
     return _inputs(example, row.name, {"hidden_states": LATENTS[row.layout].axes})
 
 
 def _inputs(example: Example, name: str, rules: dict[str, Rule]) -> Inputs:
-    """What the forward of a class asks for, as far as there is a rule for it."""
+    """Arguments for the forward of a class, where there are rules for them."""
     rules = {**ARGUMENTS, **rules, **OWN.get(name, {})}
     cls: Any = next(cls for cls in type(example.module).__mro__ if cls.__name__ == name)
     inputs = {}
@@ -75,7 +75,7 @@ _UNETS = (
 
 
 def _unet_inputs(example: Example, text: int | None) -> Inputs | None:
-    """For UNets, ControlNets of theirs, and transformers that are built of the same blocks."""
+    """Inputs of UNets, their ControlNets, and transformers made of the same blocks."""
     for name in class_names(example.module):
         if name in _UNETS:
             return _inputs(example, name, OF_UNETS)
@@ -90,7 +90,7 @@ def _unet_inputs(example: Example, text: int | None) -> Inputs | None:
 
 
 def _of_several(c: Example) -> Inputs:
-    """For ControlNets that run together."""
+    """Inputs of several ControlNets that run together."""
     count = len(c.module.nets)
     inputs = _inputs(replace(c, module=c.module.nets[0]), "ControlNetModel", OF_UNETS)
     given = {"controlnet_cond": [inputs["controlnet_cond"]] * count}
@@ -98,7 +98,7 @@ def _of_several(c: Example) -> Inputs:
 
 
 def _ldm_inputs(c: Example) -> Inputs:
-    """For UNets of ldm and ComfyUI."""
+    """Inputs of UNets of ldm and ComfyUI."""
     module = c.module
     inputs: Inputs = {
         "x": c.tensor(module.in_channels, *c.size),
@@ -114,9 +114,9 @@ def _ldm_inputs(c: Example) -> Inputs:
 
 
 def _comfy_inputs(c: Example, row: Transformer) -> Inputs:
-    """For transformers of ComfyUI, which have no configuration: widths are those of layers."""
+    """Inputs of ComfyUI transformers. These have no configuration: layers give the widths."""
     shape: tuple[int, ...] = (c.frames, *c.size) if LATENTS[row.layout].frames else c.size
-    if row.name == "QwenImageTransformer2DModel":  # made for videos
+    if row.name == "QwenImageTransformer2DModel":  # takes a video of one frame
         shape = (1, *c.size)
     of_latent = _part(c.module, "img_in", "x_embedder", "patch_embedding")
     of_text = _part(c.module, "txt_in", "context_embedder", "cap_embedder", "text_embedding")
@@ -140,12 +140,12 @@ def _comfy_inputs(c: Example, row: Transformer) -> Inputs:
 
 
 def _part(module: nn.Module, *names: str) -> Any:
-    """The first of the parts that the module has."""
+    """The first of these submodules that the module has."""
     return next((part for name in names if (part := getattr(module, name, None))), None)
 
 
 def _channels(module: Any, embedder: nn.Module) -> int:
-    """Of the latent: a convolution takes them, or a linear layer those of a whole patch."""
+    """Channels of the latent, embedded by a convolution or by a linear layer on patches."""
     for layer in embedder.modules():
         if isinstance(layer, nn.Conv2d | nn.Conv3d):
             return layer.in_channels

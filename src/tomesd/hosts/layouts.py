@@ -1,7 +1,7 @@
-"""Where transformers have their image tokens: read from the arguments of the model.
+"""Readers of layouts: they find a transformer's image tokens from the arguments of a call.
 
-Each reader takes the model and its arguments, and gives a `Layout`. `LATENTS` says what its models
-get.
+Each reader takes the model and its arguments, and returns a `Layout`. `LATENTS` describes the input
+of its models.
 """
 
 import itertools
@@ -30,21 +30,21 @@ Reader = Callable[[Any, Given], Layout]
 
 @dataclass(frozen=True)
 class Latent:
-    """What models with one kind of layout get."""
+    """The input of the models that share a reader."""
 
     axes: str
-    """Of the latent or its tokens, after the batch: names of sizes in `Example`."""
+    """Axes after the batch, of the latent or its tokens, as names of sizes in `Example`."""
     frames: bool = False
-    """Whether it may be a video."""
+    """Whether it can be a video."""
     references: bool = False
-    """Whether reference images may come with it."""
+    """Whether reference images can come with it."""
 
 
 LATENTS: dict[Reader, Latent] = {}
 
 
 def reads(axes: str, **more: bool) -> Callable[[Reader], Reader]:
-    """Notes what models get whose layout a function reads; see `Latent`."""
+    """Registers the input of the models that a reader is for; see `Latent`."""
 
     def note(reader: Reader) -> Reader:
         LATENTS[reader] = Latent(axes, **more)
@@ -59,12 +59,12 @@ _PACKED = "tokens in_channels"
 
 
 def layout_on(size: tuple[int, int], grid: Grid, *more: LayoutPart) -> Layout:
-    """The layout of an image or a video, and of what comes after it, if that has tokens."""
+    """The layout of an image or a video, followed by those of `more` that have tokens."""
     return Layout(size, grid, (LayoutPart.on(grid), *[part for part in more if part.tokens]))
 
 
 def _patches(module: Any, frames: int, h: int, w: int) -> Layout:
-    """A token for each patch of a latent."""
+    """The layout of a latent of which each patch becomes a token."""
     config = module.config
     patch = config.get("patch_size") or 1
     sides = (patch,) if isinstance(patch, int) else patch
@@ -75,39 +75,39 @@ def _patches(module: Any, frames: int, h: int, w: int) -> Layout:
 
 @reads(_IMAGE)
 def from_image(module: Any, given: Given) -> Layout:
-    """The model gets a latent `[B, C, H, W]`, and makes a token of each patch."""
+    """The model takes a latent `[B, C, H, W]`, and each patch becomes a token."""
     return _patches(module, 1, *given[given.names[0]].shape[-2:])
 
 
 @reads(_VIDEO, frames=True)
 def from_video(module: Any, given: Given) -> Layout:
-    """The model gets a latent `[B, C, F, H, W]`, and makes a token of each patch."""
+    """The model takes a latent `[B, C, F, H, W]`, and each patch becomes a token."""
     return _patches(module, *given[given.names[0]].shape[-3:])
 
 
 @reads("whole_frames in_channels height width", frames=True)
 def from_frames_first(module: Any, given: Given) -> Layout:
-    """Frames come before channels: `[B, F, C, H, W]`."""
+    """As `from_video`, with frames before channels: `[B, F, C, H, W]`."""
     frames, _, h, w = given["hidden_states"].shape[1:]
     return replace(_patches(module, frames, h, w), axes=(0, 2, 1, 3, 4))
 
 
 @reads("frames height width visual_channels", frames=True)
 def from_channels_last(module: Any, given: Given) -> Layout:
-    """`[B, F, H, W, C]`."""
+    """As `from_video`, with channels last: `[B, F, H, W, C]`."""
     return replace(_patches(module, *given["hidden_states"].shape[1:4]), axes=(0, 4, 1, 2, 3))
 
 
 @reads("in_channels video_length height width")
 def from_frames(module: Any, given: Given) -> Layout:
-    """Blocks work on each frame by itself, folded into the batch."""
+    """As `from_video`, but blocks work on single frames, which are folded into the batch."""
     layout = from_video(module, given)
     return layout_on(layout.size, (1, *layout.grid[1:]))
 
 
 @reads(_VIDEO, frames=True)
 def from_hunyuan_video(module: Any, given: Given) -> Layout:
-    """As `from_video`; a first frame that is given has a modulation of its own: left alone."""
+    """As `from_video`. A given first frame is left alone, as it has a modulation of its own."""
     layout = from_video(module, given)
     if module.config.get("image_condition_type") != "token_replace":
         return layout
@@ -118,7 +118,7 @@ def from_hunyuan_video(module: Any, given: Given) -> Layout:
 
 @reads("video_tokens in_channels", frames=True)
 def from_ltx(module: Any, given: Given) -> Layout:
-    """Tokens are packed; the grid is given. Tokens of conditions come before the video's."""
+    """Tokens are packed; the grid is given. In LTX-Video, condition tokens precede the video."""
     t, h, w = (int(given[name]) for name in ("num_frames", "height", "width"))
     layout = layout_on((h, w), (t, h, w))
     before = given["hidden_states"].shape[1] - layout.tokens
@@ -127,17 +127,17 @@ def from_ltx(module: Any, given: Given) -> Layout:
 
 @reads(_IMAGE)
 def from_lumina2(module: Any, given: Given) -> Layout:
-    """Text comes first, and each prompt has its own length."""
+    """As `from_image`, after text whose length differs between prompts."""
     layout = from_image(module, given)
     return replace(layout, start=given["encoder_attention_mask"].sum(dim=1))
 
 
-_SEQUENCE_MULTIPLE = 32  # Z-Image pads images and captions to it
+_SEQUENCE_MULTIPLE = 32  # Z-Image pads images and captions to a multiple of it
 
 
 @reads(_IMAGE)
 def from_z_image(module: Any, given: Given) -> Layout:
-    """The model gets a list of latents `[C, F, H, W]`, which may differ in size."""
+    """The model takes a list of latents `[C, F, H, W]`. If their sizes differ, nothing merges."""
     latents = given["x"]
     shapes = {tuple(latent.shape[1:]) for latent in latents if isinstance(latent, Tensor)}
     side = given["patch_size"] or 2
@@ -150,7 +150,7 @@ def from_z_image(module: Any, given: Given) -> Layout:
 
 
 def _nothing(latent: Any) -> Layout:
-    """No grid that all items of the batch have in common."""
+    """A layout in which nothing merges, for items without a grid in common."""
     while isinstance(latent, list | tuple):
         latent = latent[0]
     h, w = latent.shape[-2:]
@@ -159,7 +159,7 @@ def _nothing(latent: Any) -> Layout:
 
 @reads(_IMAGE)
 def from_hidream(module: Any, given: Given) -> Layout:
-    """Images that are not square are padded to the longest sequence that the model knows."""
+    """As `from_image`, but images that are not square are padded to the longest sequence."""
     layout = from_image(module, given)
     _, h, w = layout.grid
     if h == w:
@@ -169,14 +169,14 @@ def from_hidream(module: Any, given: Given) -> Layout:
 
 @reads(_IMAGE, references=True)
 def from_bria_fibo2(module: Any, given: Given) -> Layout:
-    """References are latents too, and come after the image."""
+    """As `from_image`, followed by references, which are latents too."""
     layout, side = from_image(module, given), module.config["patch_size"]
     shapes = [latent.shape[-2:] for latent in given["context_latents"] or ()]
     return _images([layout.grid, *((1, h // side, w // side) for h, w in shapes)], side)
 
 
 def _images(grids: Sequence[Any], side: int = 2, made: int = 1) -> Layout:
-    """Images one after the other: those that are made, then references."""
+    """The layout of images in a row: first `made` generated ones, then references."""
     whole = [(int(f), int(h), int(w)) for f, h, w in grids]
     parts = [LayoutPart.on(grid, reference=i >= made) for i, grid in enumerate(whole)]
     _, h, w = whole[0]
@@ -185,9 +185,9 @@ def _images(grids: Sequence[Any], side: int = 2, made: int = 1) -> Layout:
 
 @reads(_PACKED, references=True)
 def from_qwen(module: Any, given: Given) -> Layout:
-    """Tokens are packed; the grids are given: the image first, then references."""
+    """Tokens are packed; the grids are given: the generated image first, then references."""
     shapes = given["img_shapes"]
-    while not isinstance(shapes[0][0], int):  # those of each item, or of the first
+    while not isinstance(shapes[0][0], int):  # a list per item, or of the first item only
         shapes = shapes[0]
     layered = module.config.get("use_layer3d_rope") and len(shapes) > 1
     return _images(shapes, made=len(shapes) - 1 if layered else 1)
@@ -195,8 +195,9 @@ def from_qwen(module: Any, given: Given) -> Layout:
 
 @reads(_PACKED)
 def from_qwen21(module: Any, given: Given) -> Layout:
-    """As `from_qwen`, but the image comes last, after the text and the references that are in it.
-    Where keys of several items are kept together, these cannot run one by one, and none merges."""
+    """As `from_qwen`, but the generated image comes last, after the text and the references in it.
+    If the keys of several items are cached together, items cannot run one by one, and nothing
+    merges."""
     layout = _images([given["img_shapes"][0][-1]])
     apart = given["kv_cache"] is None or given["hidden_states"].shape[0] == 1
     return layout if apart else layout.left_alone()
@@ -204,14 +205,15 @@ def from_qwen21(module: Any, given: Given) -> Layout:
 
 @reads(_PACKED)
 def from_nucleus(module: Any, given: Given) -> Layout:
-    """Tokens are packed; the grid of each item is given, and they all have the first one's."""
+    """Tokens are packed; a grid per item is given, and all items have the same."""
     shapes = given["img_shapes"]
     return _images([shapes if isinstance(shapes[0], int) else shapes[0]])
 
 
 @reads("tokens in_channels 1 2 2", references=True)
 def from_joy_image_plus(module: Any, given: Given) -> Layout:
-    """Patches are packed; the grids of each item are given: its image first, then references."""
+    """Patches are packed; the grids of each item are given: the generated image first, then
+    references. If items differ, nothing merges."""
     shapes = given["shape_list"]
     if any(other != shapes[0] for other in shapes):
         return _nothing(given["hidden_states"])
@@ -220,25 +222,25 @@ def from_joy_image_plus(module: Any, given: Given) -> Layout:
 
 @reads(_PACKED, references=True)
 def from_ids(module: Any, given: Given) -> Layout:
-    """Tokens are packed; each has its place in `img_ids` `[N, axes]`: image or frame, row, column.
+    """Tokens are packed; `img_ids` `[N, axes]` has their positions: image or frame, row, column.
 
-    Reading them makes the host wait for the device, so what was read is kept while the tensor
-    lives; pipelines give the same one at every step.
+    Reading them makes the CPU wait for the GPU, so the layout is cached for the lifetime of the
+    tensor; pipelines pass the same one at every step.
     """
     return _layout_of(given["img_ids"])
 
 
 @reads(_PACKED, references=True)
 def from_flux2(module: Any, given: Given) -> Layout:
-    """As `from_ids`. Where keys of references are kept from step to step, tokens have modulations
-    of their own, and none is merged."""
+    """As `from_ids`. If the keys of references are cached between steps, tokens have modulations of
+    their own, and nothing merges."""
     layout = _layout_of(given["img_ids"])
     return layout if given["kv_cache_mode"] is None else layout.left_alone()
 
 
 @reads(_PACKED, references=True)
 def from_flux3(module: Any, given: Given) -> Layout:
-    """As `from_ids`; references have ids of their own, and come after the image."""
+    """As `from_ids`, followed by references, whose ids are a separate argument."""
     layout, ids = _layout_of(given["img_ids"]), given["image_cond_ids"]
     more = () if ids is None else _layout_of(ids).parts
     references = [replace(part, reference=True) for part in more]
@@ -247,24 +249,28 @@ def from_flux3(module: Any, given: Given) -> Layout:
 
 @reads(_PACKED)
 def from_krea2(module: Any, given: Given) -> Layout:
-    """As `from_ids`, in ids of the whole sequence, `[T + N, 3]`."""
+    """As `from_ids`, with ids of the whole sequence, `[T + N, 3]`."""
     return _layout_of(given["position_ids"], given["hidden_states"].shape[1])
 
 
 @reads("sequence in_channels")
 def from_ideogram4(module: Any, given: Given) -> Layout:
-    """As `from_ids`, in ids of the whole sequence, `[B, T + N, 3]`; what each token is, is given
-    too, `[B, T + N]`."""
+    """As `from_ids`, with ids of the whole sequence, `[B, T + N, 3]`, and the role of each token,
+    `[B, T + N]`."""
     return _layout_of(given["position_ids"], roles=given["indicator"])
 
 
 @never_traced(
-    "where tokens are in the image is in img_ids, which no graph can read. Compile in place, "
+    "the positions of tokens are in img_ids, which no graph can read. Compile in place, "
     "model.compile(fullgraph=True), or call apply_patch after torch.compile"
 )
 def _layout_of(ids: Tensor, tokens: int | None = None, roles: Tensor | None = None) -> Layout:
-    """From places `[.., N, axes]`: those of the last tokens, as many as are said, or as have the
-    role of the last one; all, if nothing is said."""
+    """The layout of tokens with positions `[..., N, axes]`.
+
+    Args:
+        tokens: how many of the last tokens are the image's; None: all of them.
+        roles: of each token, `[B, N]`; the image's are the last ones that share a role.
+    """
     if ids not in _layouts:
         places = (ids if ids.ndim == 2 else ids[0]).cpu()
         if roles is not None:
@@ -278,15 +284,15 @@ _layouts: Any = WeakTensorKeyDictionary()
 
 
 def _read_ids(places: Tensor) -> Layout:
-    """From `[N, axes]`: row and column are the second and the third; the others say which image.
-    The first image is the one that is made."""
+    """The layout of tokens with positions `[N, axes]`: the second and third axis are row and
+    column, and the others tell images apart, the first of which is the generated one."""
     image = places[:, [axis for axis in range(places.shape[1]) if axis not in (1, 2)]]
     changes = (image[1:] != image[:-1]).any(dim=1).nonzero().flatten() + 1
     parts = []
     for first, last in itertools.pairwise([0, *changes.tolist(), len(places)]):
         rows, columns = (_ranks(places[first:last, axis]) for axis in (1, 2))
         h, w = int(rows.max()) + 1, int(columns.max()) + 1
-        # Row by row, or it is no grid that we know.
+        # Tokens that are not in row-major order are not on a known grid.
         on_grid = h * w == last - first and bool((rows * w + columns).diff().eq(1).all())
         grid = (1, h, w) if on_grid else None
         parts.append(LayoutPart(last - first, grid, bool((image[first] != image[0]).any())))
@@ -296,5 +302,5 @@ def _read_ids(places: Tensor) -> Layout:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """Which of the values that occur each one is, `[N]`: places need not be whole numbers."""
+    """The rank of each value among the distinct ones, `[N]`: positions may be fractional."""
     return values.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]

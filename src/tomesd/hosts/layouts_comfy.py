@@ -1,6 +1,6 @@
-"""Where ComfyUI's transformers have their image tokens: read from the arguments of the model.
+"""Readers of layouts for ComfyUI's transformers; see `layouts`.
 
-All of them get a latent, which they pad to whole patches, and make a token of each patch.
+All of them take a latent and pad it to whole patches, each of which becomes a token.
 """
 
 import math
@@ -31,7 +31,7 @@ def _layout(module: Any, latent: Tensor, *more: LayoutPart) -> Layout:
 
 @reads("latent_channels height width", references=True)
 def from_comfy_image(module: Any, given: Given) -> Layout:
-    """An image, and after it the reference images, which may differ in size."""
+    """An image, followed by reference images, which may differ in size."""
     others = given["ref_latents"] or ()
     references = [LayoutPart.on(_grid(module, other), reference=True) for other in others]
     return _layout(module, given["x"], *references)
@@ -39,7 +39,7 @@ def from_comfy_image(module: Any, given: Given) -> Layout:
 
 @reads("latent_channels height width")
 def from_comfy_lumina(module: Any, given: Given) -> Layout:
-    """An image, and after it what Z-Image pads the sequence with."""
+    """An image, followed by the padding of the sequence in Z-Image."""
     image = _layout(module, given["x"])
     padding = -image.tokens % (module.pad_tokens_multiple or 1)
     return _layout(module, given["x"], LayoutPart(padding))
@@ -47,10 +47,10 @@ def from_comfy_lumina(module: Any, given: Given) -> Layout:
 
 @reads("latent_channels frames height width", frames=True)
 def from_comfy_video(module: Any, given: Given) -> Layout:
-    """A video, and after it frames that are given, which are left alone.
+    """A video, followed by given frames, which are left alone.
 
-    Where frames have times of their own, they have modulations of their own, and none is merged;
-    nor where a picture that is given comes before them.
+    Nothing merges if frames have times, and so modulations, of their own, or if a reference image
+    precedes the video.
     """
     more, time = given["time_dim_concat"], given["timestep"]
     tokens = 0 if more is None else math.prod(_grid(module, more))

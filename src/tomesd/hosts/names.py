@@ -1,4 +1,4 @@
-"""Names of classes and parameters, which the tables of hosts are about."""
+"""Names of classes and parameters, which the tables of hosts refer to."""
 
 import inspect
 
@@ -10,15 +10,15 @@ __all__ = ["class_names", "is_comfy", "parameters"]
 
 
 def class_names(module: nn.Module) -> list[str]:
-    """Of the module's class and all it derives from: a subclass counts as what it derives from."""
+    """Names of the module's class and its bases, so that a subclass is treated like its base."""
     return [cls.__name__ for cls in type(module).__mro__]
 
 
 def is_comfy(module: nn.Module) -> bool:
-    """Whether it is a network of ComfyUI's, which have some of the names that diffusers has."""
+    """Whether it is a network of ComfyUI: some of them share their name with one of diffusers."""
     return type(module).__module__.startswith("comfy.ldm.")
 
 
 def parameters(module: nn.Module, method: str = "forward") -> list[str]:
-    """Names of the parameters of a method, without self."""
+    """Names of a method's parameters, without self."""
     return list(inspect.signature(getattr(original_class(module), method)).parameters)[1:]

@@ -1,4 +1,4 @@
-"""Puts patched classes where diffusers looks blocks up."""
+"""Registers patched classes where diffusers looks blocks up."""
 
 import copy
 import sys
@@ -9,9 +9,9 @@ __all__: list[str] = []
 
 
 def _join_registry(base: type, patched: type) -> None:
-    """Puts a new class beside its base in the registry of diffusers' hooks.
+    """Registers a generated class with diffusers' hooks, if its base is registered.
 
-    Caches, and guidance that skips blocks, find them there by the class itself.
+    Caches, and guidance that skips blocks, look blocks up by their exact class.
     """
     helpers = sys.modules.get("diffusers.hooks._helpers")
     registry = getattr(helpers, "TransformerBlockRegistry", None)
@@ -21,7 +21,7 @@ def _join_registry(base: type, patched: type) -> None:
         entry = registry.get(base)
     except ValueError:  # not a block
         return
-    registry.register(patched, copy.copy(entry))  # a copy, because an entry notes its class
+    registry.register(patched, copy.copy(entry))  # `register` changes the entry
 
 
 class_made.append(_join_registry)

@@ -1,6 +1,6 @@
-"""The table of diffusion transformers: one row each. To add a model is to add a row.
+"""The table of diffusion transformers. To add a model, add a row.
 
-What a row needs is in docs/development.md.
+docs/development.md explains the fields of a row.
 """
 
 import math
@@ -13,8 +13,8 @@ from .transformers import Blocks, Transformer
 
 __all__ = ["TRANSFORMERS"]
 
-# How times run: from 1 or 1000 (noise) to 0, or from 0 (noise) to 1 or 1000. Models without one of
-# these go by their scheduler.
+# Timesteps run from 1 or 1000 (noise) to 0, or from 0 (noise) to 1 or 1000. Models without one of
+# these timelines use their scheduler's.
 _SIGMAS = Timeline(1.0, flow=True)
 _THOUSAND = Timeline(1000.0, flow=True)
 _RISING = Timeline(0.0, 1.0, flow=True)
@@ -22,12 +22,12 @@ _TO_THOUSAND = Timeline(0.0, 1000.0, flow=True)
 
 
 def _cosmos_timeline(model: Any) -> Timeline:
-    """The first Cosmos is given a quarter of the logarithm of sigma, 80 ... 0.002."""
+    """The first Cosmos takes log(sigma) / 4 as its time, for sigma from 80 to 0.002."""
     is_first = model.config["extra_pos_embed_type"] is not None
     return Timeline(math.log(80) / 4, math.log(0.002) / 4) if is_first else _SIGMAS
 
 
-# Where blocks are, and arguments that lie along their tokens.
+# Attributes with blocks, and names of arguments.
 _FIRST, _SECOND = "transformer_blocks", "single_transformer_blocks"
 _VISUAL = "visual_transformer_blocks"
 _ROPE, _MASK = "image_rotary_emb", "attention_mask"
@@ -51,7 +51,7 @@ def _rows(name: str, **more: Any) -> Along:
 
 _ALL_ROWS = _rows(_ROPE, sequence=True)  # [T + N, d]
 _IMAGE_ROWS = _rows(_ROPE)  # [N, d]
-_FIRST_PART = _rows(_ROPE, parts=(0,))  # rows of the image, rows of the text
+_FIRST_PART = _rows(_ROPE, parts=(0,))  # (rows of the image, rows of the text)
 _KEY_MASK = Along(_MASK, (3,), sequence=True)  # [B, 1, 1, N + T]
 _SCORE_MASK = Along(_MASK, (2, 3), sequence=True)  # [B, 1, T + N, T + N]
 _PADDING_MASK = "hidden_states_masks"
@@ -72,8 +72,8 @@ _COSMOS = (
 )
 
 
-# How the latent, and what says its size, are made coarse. Where places are given, a token gets the
-# mean of those that it stands for; elsewhere, the model just sees a smaller image.
+# How the latent and the arguments for its size are made coarse. Where positions are given, a coarse
+# token gets the mean of those it stands for; elsewhere, the model simply sees a smaller image.
 _RESIZED = Coarse()
 _PLACED = Coarse(side=2, places="img_ids", mask=_MASK, full=_CONTROL)
 
@@ -84,23 +84,23 @@ def _list(path: str, *along: Along, **fields: Any) -> tuple[Blocks]:
 
 
 def _dual(*along: Along, **fields: Any) -> tuple[Blocks]:
-    """One list; text and image are apart, and the image comes first in what blocks give."""
+    """One list of blocks with separate text and image; their output has the image first."""
     return _list(_FIRST, *along, output=0, **fields)
 
 
 def _apart(*along: Along, alone: bool = False) -> tuple[Blocks, Blocks]:
-    """Two lists of blocks; text and image are apart in both, as in Flux."""
+    """Two lists of blocks with separate text and image, as in Flux."""
     first, second = (Blocks(path, output=1, along=along, alone=alone) for path in (_FIRST, _SECOND))
     return first, second
 
 
 def _then_joint(*along: Along, first: str = _FIRST) -> tuple[Blocks, Blocks]:
-    """Two lists of blocks; text and image are apart in the first, and joint in the second."""
+    """Two lists of blocks; text and image are separate in the first, and joint in the second."""
     return Blocks(first, output=1, along=along), Blocks(_SECOND, joint=True, along=along)
 
 
 def _image_first(rows: Along, anew: str = "") -> tuple[Blocks, Blocks]:
-    """Two lists as in HunyuanVideo: the image comes first, and masks cover the text too."""
+    """Two lists of blocks as in HunyuanVideo: image first, and masks that cover the text too."""
     masks_and = (_KEY_MASK, _IMAGE_ROWS)
     return (
         Blocks(_FIRST, output=0, text="after", along=(_KEY_MASK, rows)),
@@ -109,7 +109,7 @@ def _image_first(rows: Along, anew: str = "") -> tuple[Blocks, Blocks]:
 
 
 def _image(name: str, *row: Any, **fields: Any) -> Transformer:
-    """The row of a class whose name ends as most do."""
+    """The row of a class whose name ends in `Transformer2DModel`."""
     return Transformer(f"{name}Transformer2DModel", *row, **fields)
 
 
@@ -132,7 +132,7 @@ _IMAGES = (
         _SIGMAS,
         coarse=Coarse(side=2, places="img_ids", full=("kv_cache_mode",)),
     ),
-    # In the blocks before, each picture is by itself.
+    # In the blocks before these, each image is by itself.
     _image(
         "Flux3", _list(_SECOND, _ALL_ROWS, _of_image("temb_mod"), output=1), at.from_flux3, _SIGMAS
     ),
@@ -230,7 +230,7 @@ _IMAGES = (
                 _of_all(_PADDING_MASK),
                 joint=True,
                 text="after",
-                alone=True,  # text is put in between blocks
+                alone=True,  # text is inserted between blocks
             ),
         ),
         at.from_hidream,
@@ -329,7 +329,7 @@ _VIDEOS = (
     _video(
         "WanVACE", _list("blocks", *_WAN, attention="attn1"), between=("control_hidden_states",)
     ),
-    _video("WanAnimate", _list("blocks", *_WAN, alone=True)),  # an adapter wants whole frames
+    _video("WanAnimate", _list("blocks", *_WAN, alone=True)),  # an adapter needs whole frames
     _video("SkyReelsV2", _list("blocks", _WAN[0], Along("temb", (2,), ndim=4), refused=(_MASK,))),
     _video("ChronoEdit", _list("blocks", *_WAN)),
     _video(
@@ -350,7 +350,7 @@ _VIDEOS = (
             _of_all("rotary_emb"),
             _of_all("temb", ndim=4),
             Along("original_context_length", ()),
-            joint=True,  # with the frames before, which are in front
+            joint=True,  # with past frames, which come first
         ),
     ),
     _video(
@@ -363,7 +363,7 @@ _VIDEOS = (
     _video(
         "HunyuanVideoFramepack",
         (
-            # Joint with the frames before, which are in front.
+            # Joint with past frames, which come first.
             *_dual(_rows("freqs_cis", sequence=True), _KEY_MASK, joint=True),
             *_list(_SECOND, _ALL_ROWS, _KEY_MASK, output=0, joint=True),
         ),
@@ -416,7 +416,7 @@ _VIDEOS = (
     _video("Allegro", _list(_FIRST, _of_image(_ROPE, parts=(1,)), refused=(_MASK,)), timeline=None),
     _video(
         "Latte",
-        # Blocks over time lie between.
+        # Temporal blocks run between these.
         _list(_FIRST, alone=True, refused=(_MASK,), attention="attn1", keys=()),
         at.from_frames,
         None,
@@ -424,7 +424,7 @@ _VIDEOS = (
     ),
 )
 
-# What every block gives is handed on to the model that is controlled.
+# The output of every block is passed to the controlled model.
 _CONTROLNETS = (
     Transformer("FluxControlNetModel", _apart(_ALL_ROWS, alone=True), at.from_ids, _SIGMAS),
     Transformer(

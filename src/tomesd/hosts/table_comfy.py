@@ -1,6 +1,6 @@
-"""The table of ComfyUI's diffusion transformers: their blocks call things by other names.
+"""The table of ComfyUI's diffusion transformers, whose blocks use other names than diffusers.
 
-What a row needs is in docs/development.md.
+docs/development.md explains the fields of a row.
 """
 
 from dataclasses import replace
@@ -13,11 +13,11 @@ from .transformers import Blocks, Transformer
 
 __all__ = ["COMFY_TRANSFORMERS"]
 
-# Where ComfyUI knows better, because of a node that changes how times run, that counts.
+# Used unless ComfyUI gives a timeline of its own, which nodes can change.
 _SIGMAS = Timeline(1.0, flow=True)
 _THOUSAND = Timeline(1000.0, flow=True)
 
-# What other nodes put between the blocks, or in their place.
+# Arguments by which other nodes act between the blocks, or replace them.
 _BETWEEN = (
     "control",
     "transformer_options.patches_replace.dit",
@@ -26,7 +26,7 @@ _BETWEEN = (
 )
 
 _ROPE = Along("pe", (2,), sequence=True)  # [B, 1, T + N, d, 2, 2]
-# Blocks of Flux add to the tokens they are given.
+# Blocks of Flux change their input in place.
 _OF_FLUX: dict[str, Any] = {"along": (_ROPE,), "refused": ("attn_mask",), "in_place": True}
 _FLUX = (
     Blocks("double_blocks", "img", 0, other="txt", **_OF_FLUX),
@@ -64,7 +64,7 @@ COMFY_TRANSFORMERS = (
     Transformer("VaceWanModel", (_WAN_ALONE,), from_comfy_video, _THOUSAND),
     Transformer("AnimateWanModel", (_WAN_ALONE,), from_comfy_video, _THOUSAND),
     *(
-        Transformer(name, reason="its blocks listen to sound frame by frame, and need whole frames")
+        Transformer(name, reason="its blocks attend to audio frame by frame, and need whole frames")
         for name in ("WanModel_S2V", "HumoWanModel")
     ),
 )

@@ -1,4 +1,4 @@
-"""What the scheduler of a model says about its timesteps."""
+"""The timeline of a model's timesteps, as its scheduler defines it."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["find_timeline"]
 
 
 def find_timeline(model: Any) -> Timeline:
-    """Of a pipeline, an ldm model, or a wrapper around one; what is usual where it does not say."""
+    """The timeline of a pipeline, an ldm model, or a wrapper around one; the default if unknown."""
     scheduler = getattr(model, "scheduler", None)  # a diffusers pipeline
     config = getattr(scheduler, "config", None)
     if config is not None:
@@ -38,7 +38,7 @@ def find_timeline(model: Any) -> Timeline:
 
 
 def _shift(config: Any) -> Shift:
-    """Of the scheduler of a flow."""
+    """The shift of a flow scheduler."""
     if config.get("use_dynamic_shifting") and "base_shift" in config:
         few, many = config["base_image_seq_len"], config["max_image_seq_len"]
         return Shift(growth=(few, many, config["base_shift"], config["max_shift"]))
@@ -47,7 +47,7 @@ def _shift(config: Any) -> Shift:
 
 
 def _shares(kept: Any) -> tuple[float, ...] | None:
-    """Share of the noise, from what is left of the image at each timestep, `[T]`."""
+    """The noise's share of the variance at each timestep, from that of the image, `[T]`."""
     if not isinstance(kept, Tensor):
         return None
     return tuple((1 - kept.double()).tolist())

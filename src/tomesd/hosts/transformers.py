@@ -1,4 +1,4 @@
-"""Diffusion transformers: what a row of their tables says, and the modules that it names.
+"""Diffusion transformers: the rows of their tables, and the modules that a row names.
 
 Blocks are never rewritten: their arguments are cut and their output is restored.
 """
@@ -25,18 +25,18 @@ DEFAULTS: dict[str, Any] = {
     "end": 0.5,
     "reuse_start": 0.5,
 }
-"""What options that depend on the kind of model are, unless they are given."""
+"""Defaults of the options whose default depends on the kind of model."""
 
 _UNET_OPTIONS = (
     *("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"),
     *("level_ratios", "kind_ratios"),
 )
-"""Options that mean nothing on a transformer."""
+"""Options that have no meaning on a transformer."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A list of blocks in a transformer; see `Tokens`."""
+    """A list of blocks in a transformer. See `Tokens` for the fields without a docstring."""
 
     path: str
     input: str = "hidden_states"
@@ -49,24 +49,24 @@ class Blocks:
     tokens_first: bool = False
     after_with: str = ""
     alone: bool = False
-    """Whether something needs all tokens between the blocks, so that each merges by itself."""
+    """Whether the model needs all tokens between the blocks, so that each merges by itself."""
     anew: str = ""
-    """The entry of the configuration that says how many blocks at the end begin with other tokens,
-    and so are a run of their own."""
+    """The configuration entry for how many blocks at the end begin with other tokens, and so form a
+    run of their own."""
     attention: str = ""
-    """Self-attention of a block, if it takes image tokens only, and can merge on its own."""
+    """A block's attribute with self-attention on image tokens only, which can merge alone."""
     keys: tuple[Along, ...] | None = None
     """Arguments of `attention` with a row for each key. None: it needs as many keys as queries."""
     in_place: bool = False
     names: tuple[str, ...] = ()
-    """Parameters of a block, where its forward does not name them."""
+    """Parameters of a block's forward, if its signature does not name them."""
 
     def tokens(self, block: nn.Module) -> Tokens:
         said = {field.name: getattr(self, field.name) for field in fields(Tokens)}
         return Tokens(**{**said, "names": self.names or tuple(parameters(block))})
 
     def runs(self, model: Any) -> list[list[nn.Module]]:
-        """The blocks of the list, in runs that hand their tokens on from one to the next."""
+        """The blocks of the list, in runs within which each passes its tokens to the next."""
         blocks = list(getattr(model, self.path))
         end = len(blocks) - (model.config[self.anew] if self.anew else 0)
         return [run for run in (blocks[:end], blocks[end:]) if run]
@@ -74,10 +74,10 @@ class Blocks:
     def sites(
         self, block: nn.Module, settings: Settings, first: bool, last: bool
     ) -> Iterator[tuple[nn.Module, Role]]:
-        """A block, or a layer in it, with their roles.
+        """A block, or a layer in it and the block, with their roles.
 
         Args:
-            first, last: whether it is the first or the last in its run on merged tokens.
+            first, last: whether it is the first or last block of its run on merged tokens.
         """
         tokens = self.tokens(block)
         if settings.whole_blocks:
@@ -95,27 +95,27 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Transformer:
-    """What is to be known of one class of models."""
+    """A row of the table, for one class of models."""
 
     name: str
-    """Of the class."""
+    """The name of the class."""
     lists: tuple[Blocks, ...] = ()
     layout: Callable[[Any, Given], Layout] = from_image
     timeline: Timeline | Callable[[Any], Timeline] | None = None
-    """How its times run, for all models or for one. None: as the scheduler says."""
+    """Its timeline, or a function of the model that returns it. None: the scheduler's."""
     time: str = "timestep"
     between: tuple[str, ...] = ()
-    """Arguments that add something to all tokens between the blocks, or pass blocks by."""
+    """Arguments that add something to all tokens between the blocks, or skip blocks."""
     coarse: Coarse | None = None
-    """How it is run on a coarser image, if that is known."""
+    """How to run it on a coarser image, if that is known."""
     text: int = 512
-    """Tokens that its pipeline makes of a text, for example inputs."""
+    """Text tokens that its pipeline makes, for example inputs."""
     reason: str = ""
-    """Why tokens cannot be merged in it."""
+    """Why tokens cannot be merged in it; empty if they can."""
 
     @property
     def flow(self) -> bool:
-        """Whether all models of the class are known to go straight from noise to image."""
+        """Whether all models of the class are known to be rectified flows."""
         return isinstance(self.timeline, Timeline) and self.timeline.flow
 
     @property
@@ -125,7 +125,7 @@ class Transformer:
         return ("stack", "block", *["attn"] * attention, *["kv"] * keys)
 
     def check_options(self, settings: Settings) -> None:
-        """Refuses options that mean nothing on this model."""
+        """Refuses options that have no meaning on this model."""
         latent = LATENTS[self.layout]
         settings.refuse(_UNET_OPTIONS, self.name)
         if settings.target not in (None, *self.targets):
@@ -162,7 +162,7 @@ class Transformer:
 
 
 def _within(depth: tuple[float, float] | None, blocks: int) -> range:
-    """The blocks that a depth names; without one, all but the first and the last."""
+    """The blocks within a depth; without one, all but the first and the last."""
     if depth is None:
         return range(1, blocks - 1) if blocks > 2 else range(blocks)
     inside = [i for i in range(blocks) if depth[0] * blocks <= i and i + 1 <= depth[1] * blocks]

@@ -1,6 +1,6 @@
-"""UNets, and transformers built of the same block: where their regions are.
+"""UNets, and transformers made of the same block: the modules with a role in them.
 
-All of them descend from one transformer block, and agree on the names in it.
+Their blocks all descend from one transformer block, and share its attribute names.
 """
 
 import inspect
@@ -32,7 +32,7 @@ NAMES = (
     "ControlNets, AnimateDiff, Stable Video Diffusion, UNet3D, DiT, PixArt)",
     "Stable Diffusion v1 / v2 and Latent Diffusion (ldm, sgm, Forge, ComfyUI)",
 )
-"""As users know them."""
+"""The supported models, under names that users know."""
 
 DEFAULTS: dict[str, Any] = {
     "target": "attn",
@@ -42,14 +42,14 @@ DEFAULTS: dict[str, Any] = {
     "end": 1.0,
     "reuse_start": 0.0,
 }
-"""What options that depend on the kind of model are, unless they are given."""
+"""Defaults of the options whose default depends on the kind of model."""
 
 _BLOCK = "BasicTransformerBlock"
 
-# Classes that hold the blocks: name to where they keep the side of the patch that becomes a token
-# (None: each pixel of the feature map is one). They take the feature map as their first argument.
+# Classes that hold the blocks, with the attribute for the side of the patch that becomes a token
+# (None: each pixel of the feature map does). They take the feature map as their first argument.
 # Temporal transformers (TransformerTemporalModel, AnimateDiffTransformer3D) hold the same blocks,
-# but their tokens are frames. They are not named here, so they are left alone.
+# but their tokens are frames. They are left out here, so nothing merges in them.
 _STACKS = {
     "Transformer2DModel": "config.patch_size",
     "DiTTransformer2DModel": "config.patch_size",
@@ -62,8 +62,8 @@ _ATTENTION, _NORM = "attn1", "norm1"
 _LAYERS = {_ATTENTION: "attn", "attn2": "crossattn", "ff": "mlp"}
 """Layers of a block: attribute to kind."""
 
-# Code of blocks that hands what `norm1` gives to `attn1` and to nothing else: the module that it is
-# in, to the attributes that blocks have for which this is so.
+# Modules with code of blocks that passes the output of `norm1` to `attn1` and nothing else, each
+# with the attribute values that a block must have for this to hold.
 _DIRECT: dict[str, dict[str, Any]] = {
     "diffusers.models.attention": {"norm_type": "layer_norm", "pos_embed": None},
     "ldm.modules.attention": {},
@@ -71,19 +71,19 @@ _DIRECT: dict[str, dict[str, Any]] = {
 }
 
 _REFUSED = {"attn": ("attention_mask", "mask"), "crossattn": ("ip_adapter_masks",)}
-"""Arguments of a layer that line up with its tokens: kind to names."""
+"""Arguments of a layer with one row per token: kind to names."""
 
 _CONTEXT = ("encoder_hidden_states", "context")
-"""What attention calls the parameter with what it attends to."""
+"""Names of attention's parameter for the tokens that it attends to."""
 
 _UNFUSED = ("AttnProcessor", "SlicedAttnProcessor", "CustomDiffusionAttnProcessor")
-"""Processors of attention that write its scores to memory."""
+"""Attention processors that write the scores to memory."""
 
 _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
-"""Linear layers of attention, or what holds them."""
+"""Linear layers of attention, or containers of them."""
 
 _INTERLEAVED = "temporal_transformer_blocks"
-"""Where a stack keeps blocks that run between the others, on the frames of a video."""
+"""A stack's attribute for blocks that run between the others, over the frames of a video."""
 
 _LEVELLED = (
     "UNet2DConditionModel",
@@ -91,10 +91,10 @@ _LEVELLED = (
     "UNet3DConditionModel",
     "UNetSpatioTemporalConditionModel",
 )
-"""Models whose levels are `down_blocks`, `mid_block` and `up_blocks`."""
+"""Models whose levels are in `down_blocks`, `mid_block` and `up_blocks`."""
 
 _COARSE = "UNet2DConditionModel"
-"""The model that `coarse` is known to work on."""
+"""The one model that supports `coarse`."""
 
 _TIMESTEPS = ("timestep", "timesteps")
 
@@ -113,7 +113,7 @@ def is_root(module: nn.Module) -> bool:
 
 
 def check_reuse(settings: Settings, model: str) -> None:
-    """Refuses to reuse runs of blocks where there are none."""
+    """Refuses `reuse` with targets other than blocks and runs of blocks."""
     if settings.reuse is not None and settings.target not in (None, "block", "stack"):
         raise ValueError(
             f"reuse={settings.reuse!r}: needs target='stack' or 'block' on a {model}, not "
@@ -122,7 +122,7 @@ def check_reuse(settings: Settings, model: str) -> None:
 
 
 def fill_settings(asked: Settings, module: nn.Module) -> Settings:
-    """The settings with the defaults of UNets where nothing was given."""
+    """Fills in the defaults of UNets where no option was given."""
     runs = asked.reuse is not None and is_stack(module)
     settings = asked.filled(**(DEFAULTS | {"target": "stack"} if runs else DEFAULTS))
     check_options(settings, module)
@@ -133,7 +133,7 @@ def sites(module: nn.Module, settings: Settings, rooted: bool) -> Iterator[tuple
     """The modules with a role in a UNet, or in a part of one.
 
     Args:
-        rooted: whether it receives the timestep.
+        rooted: whether `module` receives the timestep.
     """
     if is_block(module):
         yield from _block_sites(module, settings)
@@ -146,7 +146,7 @@ def sites(module: nn.Module, settings: Settings, rooted: bool) -> Iterator[tuple
 
 
 def _deep_sites(module: Any, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
-    """What lies below the finest level of a UNet, if steps are to leave it out."""
+    """The parts of a UNet below its finest level, if `reuse` lets steps skip them."""
     if settings.reuse is None or not _has_levels(module):
         return
     for block in module.down_blocks[1:]:
@@ -159,12 +159,12 @@ def _deep_sites(module: Any, settings: Settings) -> Iterator[tuple[nn.Module, Ro
 
 
 def _has_levels(module: Any) -> bool:
-    """Whether it is a UNet of diffusers with something below its finest level."""
+    """Whether it is a UNet of diffusers with more than one level."""
     return any(name in _LEVELLED for name in class_names(module)) and len(module.up_blocks) > 1
 
 
 def _stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
-    """The stacks in a model, and what is in them: modules and their roles."""
+    """The stacks in a model and the modules in them, with their roles."""
     for stack, blocks, patch_size in runs(module):
         together = settings.target == "stack" and not hasattr(stack, _INTERLEAVED)
         for block in blocks:
@@ -182,7 +182,7 @@ def _patch_size(stack: nn.Module) -> int:
 
 
 def runs(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module], int]]:
-    """The stacks in a model, their blocks, and the side of the square that is one token."""
+    """The stacks in a model, each with its blocks and the side of the patch that is one token."""
     for stack in module.modules():
         blocks = getattr(stack, "transformer_blocks", None)
         if is_stack(stack) and blocks is not None:
@@ -198,7 +198,7 @@ def _block_sites(
     last: bool = True,
     reusable: bool = False,
 ) -> Iterator[tuple[nn.Module, Role]]:
-    """A block and its layers, as far as they have a role."""
+    """The modules with a role in a block: the block itself, and maybe layers in it."""
     refused = tuple(name for names in _REFUSED.values() for name in names)
     method = "_forward" if hasattr(type(block), "_forward") else "forward"
     names = tuple(parameters(block, method))
@@ -223,10 +223,10 @@ def _block_sites(
 
 
 def _direct_code(block: nn.Module, method: str) -> str:
-    """The module with the block's code, if that hands what its norm gives to self-attention."""
+    """The module of the block's code, if that passes its norm's output to self-attention alone."""
     code: str = getattr(original_class(block), method).__module__
     having = _DIRECT.get(code)
-    # A norm of another kind may give more than a tensor.
+    # Norms of other kinds may return more than a tensor.
     if having is None or not isinstance(getattr(block, _NORM, None), nn.LayerNorm):
         return ""
     fits = all(getattr(block, name, ...) == value for name, value in having.items())
@@ -234,7 +234,7 @@ def _direct_code(block: nn.Module, method: str) -> str:
 
 
 def _unfused(attention: Any) -> tuple[str, ...]:
-    """What does attention that writes its scores to memory: processors, or the class itself."""
+    """Classes that write the scores of attention to memory: processors, or that of `attention`."""
     if not isinstance(attention, nn.Module) or hasattr(attention, "processor"):
         return _UNFUSED
     cls = original_class(attention)
@@ -252,7 +252,7 @@ def _projection_sites(attention: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
 
 
 def check_options(settings: Settings, module: nn.Module) -> None:
-    """Refuses options that mean nothing on a UNet."""
+    """Refuses options that have no meaning on a UNet."""
     model = type(module).__name__
     if settings.metric == "clean":
         raise ValueError(f"metric='clean': a {model} is no rectified flow")
@@ -260,7 +260,7 @@ def check_options(settings: Settings, module: nn.Module) -> None:
     settings.refuse(of_transformers, model, ", only on diffusion transformers")
     if settings.coarse and not (_COARSE in class_names(module) and is_root(module)):
         settings.refuse(["coarse"], model)
-    # A ControlNet always runs: the model that it controls takes all that it gives.
+    # `reuse` is allowed but has no effect: the controlled model needs all of a ControlNet's output.
     if settings.reuse is None or _has_levels(module) or "ControlNet" in model:
         return
     if not is_stack(module) or not is_root(module):

@@ -110,7 +110,8 @@ def options(
     made = dict(settings or {})
     made |= {name: _value(value) for name, value in given.items() if _is_given(value)}
     if any(end in made for end in _DEPTH):
-        made["depth"] = (made.pop("depth_from", 0.0), made.pop("depth_to", 1.0))
+        first, last = made.get("depth") or (0.0, 1.0)
+        made["depth"] = (made.pop("depth_from", first), made.pop("depth_to", last))
     if mask is not None:
         made["protect"] = mask
     return made

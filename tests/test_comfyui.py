@@ -412,6 +412,12 @@ def test_options_from_inputs(nodes: dict[str, Any]) -> None:
         "depth": (0.5, 1.0),
         "protect": mask,
     }
+    # An end of the depth that is not set stays as it was.
+    for before, ends, depth in (
+        ({"depth": (0.1, 0.6)}, {"depth_from": 0.2}, (0.2, 0.6)),
+        (module.options(depth_from=0.2), {"depth_to": 0.8}, (0.2, 0.8)),
+    ):
+        assert module.options(settings=before, **ends) == {"depth": depth}
     fields = {field.name for field in dataclasses.fields(tomesd.Settings)}
     missing = {"seed", "level_ratios", "kind_ratios"}  # in files only
     missing |= {"coarse"}  # of transformers of diffusers

@@ -237,3 +237,16 @@ def test_what_cannot_merge_is_refused(kind: str) -> None:
     assert hasattr(zoo_ldm.comfy("ldm.wan.model"), kind)
     with pytest.raises(tomesd.UnsupportedModelError, match="audio"):
         find_models(model)
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen", "z_image"])
+def test_references_with_a_modulation_of_their_own_are_left_alone(name: str) -> None:
+    """Newer versions of ComfyUI tell each block where such tokens are, by their index."""
+    dit = COMFY_DITS[name]
+    model = dit.build()
+    for row in (row for row in COMFY_TRANSFORMERS if row.name == type(model).__name__):
+        for part in row.lists:
+            tokens = part.tokens(getattr(model, part.path)[0])
+            for argument in ("timestep_zero_index", "modulation_dims", "modulation_dims_img"):
+                assert tokens.given_refused((), {argument: [(0, 4)]}) == argument
+                assert tokens.given_refused((), {argument: None}) is None

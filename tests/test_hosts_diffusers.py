@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -383,6 +384,14 @@ def test_unsupported_models_are_refused_and_left_alone(make: Callable[[], Any]) 
     for family in ("Stable Diffusion", "UNet2DConditionModel", "DiT", "PixArt"):
         assert family in str(caught.value)
     assert module_state(root) == before and set(vars(model)) == attributes
+
+
+def test_a_wrapper_is_searched_until_a_model_is_found() -> None:
+    """Some wrappers have an attribute `model` that is not the network, such as its name."""
+    wrapper = SimpleNamespace(model="stable-diffusion", unet=make_unet())
+    assert tomesd.apply_patch(wrapper, 0.5) is wrapper
+    assert tomesd.describe(wrapper, 32, 32).parts[0].settings is not None
+    tomesd.remove_patch(wrapper)
 
 
 def test_supported_model_under_another_name_is_still_found() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
@@ -356,6 +357,28 @@ def test_models_that_cannot_reuse_say_so() -> None:
     model = LDM_HOSTS["ldm-sd1"].build()
     with pytest.raises(ValueError, match="reuse=2: means nothing on a UNetModel"):
         tomesd.apply_patch(model, reuse=2)
+
+
+def test_a_unet_around_a_controlnet_says_so() -> None:
+    model = diffusers.UNetControlNetXSModel(
+        block_out_channels=(16, 32),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        norm_num_groups=8,
+        cross_attention_dim=16,
+        ctrl_block_out_channels=(8, 16),
+        num_attention_heads=2,
+        ctrl_num_attention_heads=2,
+    )
+    with pytest.raises(ValueError, match="reuse=2: means nothing on a UNetControlNetXSModel"):
+        tomesd.apply_patch(model, reuse=2)
+
+
+def test_a_unet_without_a_middle() -> None:
+    host, model = UNET_HOSTS["sd1"], make_unet(mid_block_type=None)
+    tomesd.apply_patch(model, **REUSE)
+    computed = host.run(model, timestep=900.0)
+    assert_rounding(host.run(model, timestep=900.0 - 1e-3), computed, 5e-3)
 
 
 def test_it_is_described() -> None:

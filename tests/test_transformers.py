@@ -169,6 +169,7 @@ PLACES: dict[str, Any] = {
     "ideogram4": ((0.0, 1.0), lambda n, k: range(n - 24, n)),
     "ernie": ((0.0, 1.0), lambda n, k: range(24)),
     "bria_fibo2": ((0.0, 1.0), lambda n, k: range(n - 30, n)),
+    "ltx2_keyframe": ((0.0, 1.0), lambda n, k: range(72)),
     "bria_fibo2_uneven": ((0.0, 1.0), lambda n, k: range(24)),
 }
 
@@ -313,12 +314,13 @@ def test_places_need_not_be_whole_numbers() -> None:
     assert decision.grid == (1, 6, 4) and (decision.tokens, decision.remove) == (30, 12)
 
 
-def test_keys_of_the_text_are_kept_from_step_to_step() -> None:
+@pytest.mark.parametrize("batch", [1, 2])
+def test_keys_of_the_text_are_kept_from_step_to_step(batch: int) -> None:
     """Qwen-Image 2.1: merged with what the first step kept, the picture is as without."""
     from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
     dit = SUPPORTED["qwen21"]
-    model, inputs = patched_model(dit), alone(dit.inputs(), 0)
+    model, inputs = patched_model(dit), dit.inputs(batch=batch)
     del inputs["encoder_hidden_states_mask"]  # a pipeline gives one only if it hides something
     merged = dit.run(model, inputs)[:, -24:]
     cache = {"kv_cache": QwenImage21KVCache(4)}

@@ -409,6 +409,7 @@ _VIDEOS = (
     _dit("ltx_i2v", "LTXVideo", LTX, size=(6, 4), change=calls.time_per_token(1)),
     _dit("ltx2", "LTX2Video", LTX, size=(6, 4)),
     _dit("ltx2_i2v", "LTX2Video", LTX, size=(6, 4), change=calls.time_per_token(1)),
+    _dit("ltx2_keyframe", "LTX2Video", LTX, size=(6, 4), change=calls.keyframe_ltx2),
     _dit("ltx2_split", "LTX2Video", LTX, size=(6, 4), rope_type="split"),
     _dit("mochi", "Mochi", change=_UNEVEN_TEXTS, time_embed_dim=8),
     _dit(

@@ -118,6 +118,13 @@ def reference_joy(inputs: Inputs, *_: int) -> Inputs:
     }
 
 
+def keyframe_ltx2(inputs: Inputs, *_: int) -> Inputs:
+    """Tokens of a keyframe behind the video, and where all of them are: `[B, 3, tokens, 2]`."""
+    tokens = _behind(inputs["hidden_states"])
+    places = torch.arange(tokens.shape[1], dtype=torch.float32)[:, None].expand(-1, 2)
+    return {"hidden_states": tokens, "video_coords": places.repeat(len(tokens), 3, 1, 1)}
+
+
 def reference_fibo(inputs: Inputs, *_: int) -> Inputs:
     """A latent in an argument of its own."""
     hidden = inputs["hidden_states"]

@@ -162,8 +162,9 @@ def find_modules(model: Any) -> dict[str, nn.Module]:
         return {k: v for k, v in components.items() if isinstance(v, nn.Module)}
     for attribute in ("model", "diffusion_model", "unet", "transformer"):
         inner = getattr(model, attribute, None)
-        if inner is not None and inner is not model:
-            return find_modules(inner)
+        found = find_modules(inner) if inner is not None and inner is not model else {}
+        if found:
+            return found
     return {}
 
 

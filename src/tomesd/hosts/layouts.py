@@ -118,11 +118,23 @@ def from_hunyuan_video(module: Any, given: Given) -> Layout:
 
 @reads("video_tokens in_channels", frames=True)
 def from_ltx(module: Any, given: Given) -> Layout:
-    """Tokens are packed; the grid is given. In LTX-Video, condition tokens precede the video."""
+    """Tokens are packed; the grid is given. Tokens of conditions precede the video."""
+    grid, conditions = _packed_video(given)
+    layout = layout_on(grid[1:], grid)
+    return replace(layout, parts=(conditions, *layout.parts)) if conditions.tokens else layout
+
+
+@reads("video_tokens in_channels", frames=True)
+def from_ltx2(module: Any, given: Given) -> Layout:
+    """As `from_ltx`, but tokens of keyframes and references follow the video."""
+    grid, conditions = _packed_video(given)
+    return layout_on(grid[1:], grid, conditions)
+
+
+def _packed_video(given: Given) -> tuple[Grid, LayoutPart]:
+    """The grid of the generated video, and the tokens that are not on it, which are left alone."""
     t, h, w = (int(given[name]) for name in ("num_frames", "height", "width"))
-    layout = layout_on((h, w), (t, h, w))
-    before = given["hidden_states"].shape[1] - layout.tokens
-    return replace(layout, parts=(LayoutPart(before), *layout.parts)) if before > 0 else layout
+    return (t, h, w), LayoutPart(given["hidden_states"].shape[1] - t * h * w)
 
 
 @reads(_IMAGE)
@@ -195,12 +207,9 @@ def from_qwen(module: Any, given: Given) -> Layout:
 
 @reads(_PACKED)
 def from_qwen21(module: Any, given: Given) -> Layout:
-    """As `from_qwen`, but the generated image comes last, after the text and the references in it.
-    If the keys of several items are cached together, items cannot run one by one, and nothing
-    merges."""
-    layout = _images([given["img_shapes"][0][-1]])
-    apart = given["kv_cache"] is None or given["hidden_states"].shape[0] == 1
-    return layout if apart else layout.left_alone()
+    """As `from_qwen`, but the generated image comes last, after the text and the references in
+    it."""
+    return _images([given["img_shapes"][0][-1]])
 
 
 @reads(_PACKED)

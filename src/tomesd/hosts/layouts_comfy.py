@@ -40,8 +40,8 @@ def from_comfy_image(module: Any, given: Given) -> Layout:
 @reads("latent_channels height width")
 def from_comfy_lumina(module: Any, given: Given) -> Layout:
     """An image, followed by the padding of the sequence in Z-Image."""
-    image = _layout(module, given["x"])
-    padding = -image.tokens % (module.pad_tokens_multiple or 1)
+    tokens = math.prod(_grid(module, given["x"]))
+    padding = -tokens % (module.pad_tokens_multiple or 1)
     return _layout(module, given["x"], LayoutPart(padding))
 
 

@@ -408,7 +408,7 @@ _VIDEOS = (
     _video(
         "LTX2Video",
         _dual(*_LTX2, other="audio_hidden_states", refused=("self_attention_mask",)),
-        at.from_ltx,
+        at.from_ltx2,
         text=1024,
     ),
     _video("Mochi", _dual(_IMAGE_ROWS), timeline=_TO_THOUSAND, text=256),

@@ -25,23 +25,34 @@ _BETWEEN = (
     "transformer_options.patches.single_block",
 )
 
+# Arguments of newer versions that give reference images a modulation of their own, by the index of
+# their tokens.
+_OWN_MODULATION = ("timestep_zero_index", "modulation_dims", "modulation_dims_img")
+
 _ROPE = Along("pe", (2,), sequence=True)  # [B, 1, T + N, d, 2, 2]
 # Blocks of Flux change their input in place.
-_OF_FLUX: dict[str, Any] = {"along": (_ROPE,), "refused": ("attn_mask",), "in_place": True}
+_OF_FLUX: dict[str, Any] = {
+    "along": (_ROPE,),
+    "refused": ("attn_mask", *_OWN_MODULATION),
+    "in_place": True,
+}
 _FLUX = (
     Blocks("double_blocks", "img", 0, other="txt", **_OF_FLUX),
     Blocks("single_blocks", "x", joint=True, **_OF_FLUX),
 )
 _SD3 = Blocks("joint_blocks", "x", 1, other="context", names=("context", "x"))
 _QWEN = Blocks(
-    "transformer_blocks", output=1, along=(Along("image_rotary_emb", (2,), sequence=True),)
+    "transformer_blocks",
+    output=1,
+    along=(Along("image_rotary_emb", (2,), sequence=True),),
+    refused=_OWN_MODULATION,
 )
 _LUMINA = Blocks(
     "layers",
     "x",
     joint=True,
     along=(Along("freqs_cis", (1,), sequence=True),),
-    refused=("x_mask",),
+    refused=("x_mask", *_OWN_MODULATION),
 )
 _WAN = Blocks("blocks", "x", along=(Along("freqs", (1,)),))  # [1, N, 1, d, 2, 2]
 _WAN_ALONE = replace(_WAN, alone=True)  # something is added to all tokens between the blocks

@@ -151,11 +151,18 @@ def _deep_sites(module: Any, settings: Settings) -> Iterator[tuple[nn.Module, Ro
         return
     for block in module.down_blocks[1:]:
         yield block, Deep("down")
-    yield module.mid_block, Deep("middle")
+    if module.mid_block is not None:
+        yield module.mid_block, Deep("middle")
     *deeper, top = module.up_blocks[:-1]
     for block in deeper:
         yield block, Deep("up")
     yield top, Deep("up", last=True)
+
+
+def _is_controlnet(module: nn.Module) -> bool:
+    """Whether it is a ControlNet, and not a UNet with one inside (ControlNet-XS)."""
+    name = type(module).__name__
+    return "ControlNet" in name and "UNet" not in name
 
 
 def _has_levels(module: Any) -> bool:
@@ -261,7 +268,7 @@ def check_options(settings: Settings, module: nn.Module) -> None:
     if settings.coarse and not (_COARSE in class_names(module) and is_root(module)):
         settings.refuse(["coarse"], model)
     # `reuse` is allowed but has no effect: the controlled model needs all of a ControlNet's output.
-    if settings.reuse is None or _has_levels(module) or "ControlNet" in model:
+    if settings.reuse is None or _has_levels(module) or _is_controlnet(module):
         return
     if not is_stack(module) or not is_root(module):
         levels = "UNets of diffusers that have several levels"

@@ -6,7 +6,7 @@ from typing import Any
 
 from tomesd import Settings
 from tomesd.bench import Case, Contender
-from tomesd.presets import PRESETS
+from tomesd.presets import MERGING_PRESETS
 
 Cases = Callable[[str | None], list[Case]]
 """Makes them, given the folder of tomesd 0.1.3 or None."""
@@ -117,7 +117,7 @@ def by_default(section: str, settings: Iterable[tuple[Any, ...]], **more: Any) -
 def presets(_: str | None) -> list[Case]:
     """Whole images with each preset: some merge in a part of the steps only."""
     variants = [UNPATCHED, Contender("tomesd", Settings(), "default")]
-    variants += [Contender("tomesd", Settings(**o), name) for name, o in PRESETS.items()]
+    variants += [Contender("tomesd", Settings(**o), name) for name, o in MERGING_PRESETS.items()]
     more = {"what": "pipeline", "steps": 10, "section": "presets"}
     return [
         half("sd15", side, variants, images=n, setting=f"SD1.5 {side} px, {n} images", **more)

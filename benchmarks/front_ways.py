@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from tomesd.presets import PRESETS
+from tomesd.presets import MERGING_PRESETS
 
 __all__ = ["WAYS", "Way"]
 
@@ -167,7 +167,7 @@ def presets(options: dict[str, Options]) -> list[Way]:
 
 UNET = [
     merged("merged .5", share=1, ratio=0.5),
-    *presets(PRESETS),
+    *presets(MERGING_PRESETS),
     unet_reuse(2, 0.25),
     deep(2),
     fewer(0.75, share=1),

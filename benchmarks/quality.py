@@ -34,7 +34,7 @@ from tomesd.evaluation.prompts import load_prompts, make_items
 from tomesd.generation import load_pipeline
 from tomesd.generation.loading import pick_device
 from tomesd.generation.memory import MemoryProbe
-from tomesd.presets import PRESETS, numbered
+from tomesd.presets import MERGING_PRESETS, numbered
 
 ROWS = RESULTS / "quality.jsonl"
 SIDE = 256
@@ -59,7 +59,7 @@ def candidates(section: str, added: list[tuple[str, str, str]]) -> list[Row]:
         if row["section"] == f"quality-{section}":
             one = {name: row[name] for name in CANDIDATE}
             if row["label"].startswith("preset "):
-                one["settings"] = PRESETS[row["label"].removeprefix("preset ")]
+                one["settings"] = MERGING_PRESETS[row["label"].removeprefix("preset ")]
             found.setdefault(json.dumps(one, sort_keys=True), {**one, "place": row["place"]})
     rows = sorted(found.values(), key=lambda row: row["place"])
     for group, label, words in added:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 import folder_paths
 
 import tomesd
-from tomesd.presets import PRESETS
+from tomesd.presets import Preset
 
 __all__ = [
     "AUTO",
@@ -91,7 +91,7 @@ def _documentation() -> dict[str, str]:
 
 # Made on import, not when ComfyUI asks for them on some thread: the parser of Python 3.11 is not
 # thread-safe.
-INPUTS = {"preset": _choices([*PRESETS], "none", tooltip=_PRESET), **_inputs(_MAIN)}
+INPUTS = {"preset": _choices([*get_args(Preset)], "none", tooltip=_PRESET), **_inputs(_MAIN)}
 """The inputs for the options that matter most, by name."""
 MORE_INPUTS = _inputs(_MORE)
 """The inputs for all other options."""

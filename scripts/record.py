@@ -23,7 +23,7 @@ import tomesd
 from tomesd.bench import RowFile, load_original
 from tomesd.generation import Sampling, load_pipeline, sample_batch
 from tomesd.generation.comparison import label_grid
-from tomesd.presets import PRESETS
+from tomesd.presets import MERGING_PRESETS
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "figures"
@@ -55,7 +55,7 @@ def gallery(folder: str) -> None:
     original.apply_patch(pipe, ratio=0.5)
     add("0.1.3, r = .5")
     original.remove_patch(pipe)
-    for name, options in {"r = .5": {"ratio": 0.5}, **PRESETS}.items():
+    for name, options in {"r = .5": {"ratio": 0.5}, **MERGING_PRESETS}.items():
         with tomesd.patched(pipe, **options, when="always"):
             add(name)
     picture = label_grid(list(zip(*columns.values(), strict=True)), list(columns), captions)

@@ -23,7 +23,7 @@ from tomesd.bench.rows import read_rows
 from tomesd.files import json_lines
 from tomesd.generation import load_pipeline, sample
 from tomesd.patch import patch_of
-from tomesd.presets import PRESETS
+from tomesd.presets import MERGING_PRESETS
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -58,7 +58,7 @@ def test_a_section_is_measured_again_with_the_settings_of_its_rows(name: str) ->
 
 def test_presets_are_measured_as_they_are_now() -> None:
     found = {row["label"]: row["settings"] for row in quality.candidates("front", [])}
-    wanted = {f"preset {name}": {"when": "always", **o} for name, o in PRESETS.items()}
+    wanted = {f"preset {name}": {"when": "always", **o} for name, o in MERGING_PRESETS.items()}
     assert {label: found.get(label) for label in wanted} == wanted
 
 

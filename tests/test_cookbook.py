@@ -35,7 +35,7 @@ CHANGES = {
     '"cuda"': '"cpu"',
     r"torch\.(bfloat16|float16)": "torch.float32",
     r"num_frames=\d+": "num_frames=9",
-    r"num_inference_steps=\d+": "num_inference_steps=4",
+    r"num_inference_steps=\d+": "num_inference_steps=8",
     "fullgraph=True": 'fullgraph=True, backend="eager"',
 }
 

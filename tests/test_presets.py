@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tomesd.presets import PRESETS, TRANSFORMER_PRESETS, changed, load, preset, save
+from tomesd.presets import MERGING_PRESETS, PRESETS, changed, load, preset, save
 from tomesd.settings import Settings
 
 RATIO = st.floats(0, 1)
@@ -123,8 +123,8 @@ def test_unknown_options_are_not_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["unet", "transformer"])
 def test_presets_are_settings_that_say_no_more_than_they_change(kind: Any) -> None:
-    assert list(PRESETS) == list(TRANSFORMER_PRESETS) == ["quality", "balanced", "fast"]
-    for name in PRESETS:
+    assert list(PRESETS[kind]) == list(MERGING_PRESETS) == ["quality", "balanced", "fast"]
+    for name in PRESETS[kind]:
         options = preset(name, kind)
         allowed = {field.name for field in fields(Settings)}
         assert set(options) <= allowed

@@ -91,7 +91,10 @@ def test_nothing_is_reused_where_something_comes_between_blocks(name: str) -> No
     assert_rounding(dit.run(model, at_noise(dit, inputs, 0.8)), plain[1])
 
 
-UNETS = ("sd1", "sdxl", "upscaler", "gligen", "animatediff", "svd", "unet3d")
+UNETS = (
+    *("sd1", "sdxl", "upscaler", "gligen", "animatediff", "svd", "unet3d"),
+    *("ldm-sd1", "ldm-sd2", "compvis", "forge", "sgm", "sgm-xl", "comfy-unet"),
+)
 
 
 class Count:
@@ -99,7 +102,9 @@ class Count:
 
     def __init__(self, model: Any) -> None:
         self.runs = 0
-        model.mid_block.resnets[0].register_forward_pre_hook(self)
+        of_diffusers = hasattr(model, "mid_block")
+        layer = model.mid_block.resnets[0] if of_diffusers else model.middle_block[0].in_layers[0]
+        layer.register_forward_pre_hook(self)
 
     def __call__(self, *_: Any) -> None:
         self.runs += 1
@@ -108,10 +113,11 @@ class Count:
 @pytest.mark.filterwarnings("error::tomesd.MergeWarning")
 @pytest.mark.parametrize("size", [(16, 16), (12, 20)])
 @pytest.mark.parametrize("name", UNETS)
+@torch.no_grad()
 def test_a_step_that_reuses_runs_the_finest_level_of_a_unet_only(
     name: str, size: tuple[int, int]
 ) -> None:
-    host = UNET_HOSTS[name]
+    host: Any = {**UNET_HOSTS, **LDM_HOSTS}[name]
     model, (height, width) = host.build(), size
     count = Count(model)
 
@@ -144,6 +150,27 @@ def test_reuse_goes_with_a_controlnet_on_a_unet() -> None:
         computed = model(**inputs).sample
         reused = model(**inputs | {"timestep": torch.tensor(900 - 1e-3)}).sample
     assert_rounding(reused, computed, 5e-3)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (13, 18)])
+def test_reuse_goes_with_control_in_comfyui(size: tuple[int, int]) -> None:
+    host = LDM_HOSTS["comfy-unet"]
+    model, (h, w) = host.build(), size
+    sizes = [(-(-h // scale), -(-w // scale)) for scale in (1, 1, 2, 2, 4, 4)]
+    channels = (32, 32, 32, 64, 64, 64)
+    control = [torch.randn(2, c, *hw) for c, hw in zip(channels, sizes, strict=True)]
+
+    def run(time: float) -> Tensor:
+        arguments = host.arguments(h, w, 2, 0, 0)
+        arguments["timesteps"] = torch.full((2,), time)
+        kinds = {"input": control, "middle": control[-1:], "output": control}
+        arguments["control"] = {kind: list(residuals) for kind, residuals in kinds.items()}
+        with torch.no_grad():
+            return model(**arguments)
+
+    tomesd.apply_patch(model, **REUSE)
+    computed = run(900.0)
+    assert_rounding(run(900.0 - 1e-3), computed, 5e-3)
 
 
 @pytest.mark.parametrize("name", ["dit", "pixart"])
@@ -354,8 +381,8 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
 
 
 def test_models_that_cannot_reuse_say_so() -> None:
-    model = LDM_HOSTS["ldm-sd1"].build()
-    with pytest.raises(ValueError, match="reuse=2: means nothing on a UNetModel"):
+    model = LDM_HOSTS["ldm-stack"].build()
+    with pytest.raises(ValueError, match="reuse=2: means nothing on a SpatialTransformer"):
         tomesd.apply_patch(model, reuse=2)
 
 

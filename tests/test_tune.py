@@ -21,7 +21,7 @@ from tomesd.evaluation.networks import Lpips
 from tomesd.evaluation.search_space import Choice, first_options, levels_of, search_space
 from tomesd.evaluation.tuning import Budget, Measurement, SideBySide, choose, front_of, search
 from tomesd.generation import load_pipeline, sample
-from tomesd.presets import PRESETS, load, options_of, save
+from tomesd.presets import MERGING_PRESETS, PRESETS, load, options_of, save
 
 SPACE = search_space([1, 2, 4])
 
@@ -71,7 +71,7 @@ def test_the_known_ones_come_first_and_given_options_stay() -> None:
         made_up, search_space([1], fixed), trials=len(first) + 5, fixed=fixed, first=first
     )
     ratios = [m.options.get("ratio", 0.5) for m in seen]
-    known = [0.37, *(options["ratio"] for options in PRESETS.values())]
+    known = [0.37, *(options["ratio"] for options in MERGING_PRESETS.values())]
     assert ratios[0] == 0.37
     assert set(known) <= set(ratios[: len(first)])
     assert all(m.options["sx"] == 4 and m.options["target"] == "attn" for m in seen)
@@ -325,7 +325,7 @@ def test_tune_writes_settings_that_keep_the_budget(
     assert len(trials) == 4
     assert all(line["options"]["seed"] == 3 for line in trials)
     tried = [line["options"] for line in trials]
-    for preset in PRESETS.values():
+    for preset in PRESETS["unet"].values():
         assert options_of(tomesd.Settings(**preset, seed=3)) in tried
     checks = [line for line in lines if "check" in line]
     assert [line["kept"] for line in checks] == [False] * (len(checks) - 1) + [True]
@@ -395,7 +395,7 @@ def merge_of(words: str) -> tomesd.Settings:
 
 
 def test_a_preset_is_taken_by_name() -> None:
-    assert merge_of("--preset fast") == tomesd.Settings(**PRESETS["fast"])
+    assert merge_of("--preset fast") == tomesd.Settings(**PRESETS["unet"]["fast"])
 
 
 @pytest.mark.parametrize(
@@ -410,7 +410,7 @@ def test_a_preset_is_taken_by_name() -> None:
 def test_what_is_given_wins_over_a_preset_also_if_it_is_the_default(
     words: str, given: dict[str, Any], tmp_path: Path
 ) -> None:
-    for name, preset in PRESETS.items():
+    for name, preset in PRESETS["unet"].items():
         expected = tomesd.Settings(**{**preset, **given})
         assert merge_of(f"--preset {name} {words}") == expected
         save(tmp_path / "settings.json", preset)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from zoo_diffusers import make_sd_pipeline, module_state, run_pipeline, tokens_into
 
 import tomesd
+from tomesd.patch import patch_of
+from tomesd.presets import PRESETS
 
 pytestmark = [
     pytest.mark.filterwarnings("error::tomesd.MergeWarning"),
@@ -200,7 +202,7 @@ def test_the_extension_of_the_page(make: Any, monkeypatch: pytest.MonkeyPatch) -
     script = extension(monkeypatch)
     with gradio.Blocks():
         first, hires = script.ui(False)
-    assert set(dict(first.choices)) == {"off", *tomesd.presets.PRESETS} and hires.value == 0
+    assert set(dict(first.choices)) == {"off", *PRESETS["unet"]} and hires.value == 0
     model, unet = make()
     before, p = module_state(unet), SimpleNamespace(sd_model=model, is_hr_pass=False)
     arguments = zoo_ldm.unet_arguments(*SMALL, 2, 0, 900)
@@ -210,7 +212,9 @@ def test_the_extension_of_the_page(make: Any, monkeypatch: pytest.MonkeyPatch) -
         return finest_tokens(unet, lambda: unet(**arguments))[1]
 
     assert tokens("off", 0.75) == 256
-    assert tokens("fast", 0.75) == 128
+    assert patch_of(unet) is None
+    assert tokens("fast", 0.75) == 256
+    assert patch_of(unet).settings.reuse == 2
     p.is_hr_pass = True
     assert tokens("fast", 0.25) == 192
     assert tokens("fast", 0) == 256

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tomesd.bench.plots import COLOURS, figure
-from tomesd.presets import PRESETS
+from tomesd.presets import MERGING_PRESETS
 
 from .performance import EVERY_BLOCK, KEPT, MATCHING
 from .quality import FAMILIES, front_rows, name_of, paper_rows, search_rows, tradeoff_rows
@@ -95,7 +95,7 @@ def paper(results: Results) -> Any:
 def front(results: Results) -> Any:
     """LPIPS and FID against the speed-up; the presets have marks of their own."""
     marks = {ORIGINAL: "o", OURS: "o"}
-    marks |= {f"preset {name}": mark for name, mark in zip(PRESETS, "^sD", strict=True)}
+    marks |= {f"preset {name}": mark for name, mark in zip(MERGING_PRESETS, "^sD", strict=True)}
     groups: dict[str, list[Row]] = {name: [] for name in marks}
     for row in front_rows(results):
         if row["settings"]:

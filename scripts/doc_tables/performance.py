@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tomesd.bench.tables import duration, percent, times
-from tomesd.presets import PRESETS
+from tomesd.presets import MERGING_PRESETS
 
 from .rows import ORIGINAL, OURS, Columns, Comparison, Results, Row, Table, rows_of
 
@@ -282,7 +282,7 @@ def rule_elsewhere(results: Results) -> Table:
 
 BOUND = columns(["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS], time)
 IN_MEMORY = columns(["unpatched", "original", KEPT, EVERY_BLOCK], memory)
-BY_PRESET = columns(["unpatched", "default", *PRESETS], gain)
+BY_PRESET = columns(["unpatched", "default", *MERGING_PRESETS], gain)
 BY_LIBRARY = ["unpatched", "original", "tomesd"]
 
 TABLES: dict[str, Callable[[Results], Table]] = {

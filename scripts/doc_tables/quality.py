@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from tomesd import Settings
 from tomesd.bench.tables import percent, times
-from tomesd.presets import PRESETS
+from tomesd.presets import MERGING_PRESETS
 
 from .rows import (
     FUSED,
@@ -152,8 +152,8 @@ def front(results: Results) -> Table:
 
 def preset_quality(results: Results) -> Table:
     found = results.by_label("front")
-    rows = {f"`{name}`": {**found[f"preset {name}"], "preset": name} for name in PRESETS}
-    settings = {"settings": lambda row: options_of(PRESETS[row["preset"]])}
+    rows = {f"`{name}`": {**found[f"preset {name}"], "preset": name} for name in MERGING_PRESETS}
+    settings = {"settings": lambda row: options_of(MERGING_PRESETS[row["preset"]])}
     return named("preset", rows, settings, speeds(), scores("LPIPS", "FID"))
 
 
@@ -261,7 +261,7 @@ def readme(results: Results) -> Table:
     rows = {"unmerged": {**front["unmerged"], "on_sd": "1"}}
     rows[f"{ORIGINAL}, `ratio=0.5`"] = {**front["0.1.3 0.5"], "on_sd": on_sd("original")}
     rows["`ratio=0.5`"] = {**paper["this library 0.5"], "on_sd": on_sd("default")}
-    for name in PRESETS:
+    for name in MERGING_PRESETS:
         rows[f'`preset="{name}"`'] = {**front[f"preset {name}"], "on_sd": on_sd(name)}
     digits = scores("FID", "LPIPS", "PSNR", FID=1, LPIPS=3, PSNR=1)
     speed = speeds("speed-up", "with unfused attention")

@@ -13,6 +13,7 @@ from .patch import patch_of, role_of
 from .rule import LeftAlone, Verdict
 from .settings import Settings
 from .state import Call, Decision, Patch, Scope, run_inside
+from .steps import Moment
 
 __all__ = ["Description", "Level", "Part", "describe"]
 
@@ -64,6 +65,8 @@ class Part:
     """Tokens at a step that is coarse; 0 if none can be, None if they are unknown."""
     coarse_flops: int = 0
     """Floating-point operations of one call at such a step; 0 if they are unknown."""
+    reused_flops: int = 0
+    """The same at a step that leaves out what it can reuse."""
 
     @property
     def saved(self) -> float:
@@ -97,10 +100,17 @@ class Part:
                 words += f", {self.coarse_tokens} tokens with {share:.1%} of the operations"
             yield words
         if settings.reuse is not None:
-            start = settings.reuse_start or 0
-            last = f" to {settings.reuse_end}" if settings.reuse_end else ""
-            which = f"one step in {settings.reuse}{last}"
-            yield f"{which} runs the whole model, from progress {start:g} on"
+            yield self._reusing(settings)
+
+    def _reusing(self, settings: Settings) -> str:
+        if 0 < self.flops == self.reused_flops:
+            return "no step can be left out"
+        start = settings.reuse_start or 0
+        last = f" to {settings.reuse_end}" if settings.reuse_end else ""
+        words = f"one step in {settings.reuse}{last} runs the whole model, from progress {start:g}"
+        if self.flops == 0:
+            return f"{words} on"
+        return f"{words} on, and the others {self.reused_flops / self.flops:.1%} of the operations"
 
     def _merging(self, settings: Settings) -> str:
         if all(level.merged_tokens == level.tokens for level in self.levels):
@@ -229,7 +239,8 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
         merging, flops, merged_flops = decided, 0, 0
     levels, counts = _levels(merging.decisions), (patch.blocks, flops, merged_flops)
     coarse = _coarse(found, Call(patch, settings, size, coarse=True), inputs)
-    return Part(found.name, patch.settings, size, levels, *counts, merging.verdict, *coarse)
+    reused = _reused(found, patch, size, inputs) if flops > 0 else 0
+    return Part(found.name, patch.settings, size, levels, *counts, merging.verdict, *coarse, reused)
 
 
 def _coarse(found: FoundModel, call: Call, inputs: Any) -> tuple[int | None, int]:
@@ -240,6 +251,15 @@ def _coarse(found: FoundModel, call: Call, inputs: Any) -> tuple[int | None, int
     if flops is None:
         return None, 0
     return call.decisions[0].tokens if call.coarse else 0, flops
+
+
+def _reused(found: FoundModel, patch: Patch, size: tuple[int, int], inputs: Any) -> int:
+    """Operations of a step that leaves out what it can reuse."""
+    if patch.settings.reuse is None:
+        return 0
+    settings = replace(patch.settings, ratio=0.0, schedule=None, ratio_end=None, extrapolate=False)
+    call = Call(patch, settings, size, moment=Moment(reuses=True))
+    return count_flops(found.module, call, inputs) or 0
 
 
 def _decide(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .kept import Kept
 from .patch import original_class
 from .selectors import plan_flops
-from .state import Call, Scope, run_inside
+from .state import Call, Patch, Scope, run_inside
 
 __all__ = ["count_flops"]
 
@@ -36,7 +37,7 @@ def count_flops(module: nn.Module, call: Call, inputs: dict[str, Any]) -> int | 
     limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, _MOST_CONSTANTS
     try:
         with (
-            _unchanged(module),
+            _unchanged(module, call.patch),
             torch.no_grad(),
             fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
         ):
@@ -51,12 +52,14 @@ def count_flops(module: nn.Module, call: Call, inputs: dict[str, Any]) -> int | 
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
+def _unchanged(module: nn.Module, patch: Patch) -> Iterator[None]:
     """Takes back what a model has kept for its next call: it would be tensors without data."""
+    kept, patch.kept = patch.kept, Kept()
     attributes = [(vars(owner), dict(vars(owner))) for owner in _owners(module)]
     try:
         yield
     finally:
+        patch.kept = kept
         for now, before in attributes:
             now.clear()
             now.update(before)

@@ -6,15 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .files import write_text
 from .settings import AnyTensor, Settings
 
 __all__ = [
     "BEST",
+    "MERGING_PRESETS",
     "PRESETS",
-    "TRANSFORMER_PRESETS",
     "Kind",
     "Preset",
     "changed",
@@ -30,42 +30,55 @@ Preset = Literal["quality", "balanced", "fast"]
 
 Kind = Literal["unet", "transformer"]
 
-# What the search in docs/quality.md led to, on a UNet.
-PRESETS: dict[str, dict[str, Any]] = {
-    "quality": {"target": "kv", "ratio": 0.5, "proportional": True},
-    "balanced": {"target": "kv", "ratio": 0.75, "window": 8},
-    "fast": {"target": "stack", "ratio": 0.5, "end": 0.7},
-}
-
-# On transformers, leaving steps out keeps an image, and a coarser image at first makes another one
-# that is as good; merging tokens does neither: see the same document.
-TRANSFORMER_PRESETS: dict[str, dict[str, Any]] = {
-    "quality": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.25, "reuse_within": 0.15},
-    "balanced": {
-        **{"ratio": 0.0, "depth": (0.0, 1.0)},
-        **{"reuse": 3, "reuse_start": 0.25, "reuse_within": 0.15},
+# On UNets and on transformers alike, leaving steps out keeps an image closer than merging tokens
+# does, and is faster; a coarser image at first makes another one that is as good. See
+# docs/quality.md.
+PRESETS: dict[Kind, dict[str, dict[str, Any]]] = {
+    "unet": {
+        "quality": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.5, "reuse_within": 0.15},
+        "balanced": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.25, "reuse_within": 0.15},
+        "fast": {"ratio": 0.0, "reuse": 2, "reuse_within": 0.15},
     },
-    "fast": {
-        **{"ratio": 0.0, "coarse": 0.35, "depth": (0.0, 1.0)},
-        **{"reuse": 6, "reuse_start": 0.35, "reuse_within": 0.2},
+    "transformer": {
+        "quality": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.25, "reuse_within": 0.15},
+        "balanced": {
+            **{"ratio": 0.0, "depth": (0.0, 1.0)},
+            **{"reuse": 3, "reuse_start": 0.25, "reuse_within": 0.15},
+        },
+        "fast": {
+            **{"ratio": 0.0, "coarse": 0.35, "depth": (0.0, 1.0)},
+            **{"reuse": 6, "reuse_start": 0.35, "reuse_within": 0.2},
+        },
     },
 }
 WITHOUT_COARSE: dict[str, Any] = {"coarse": None, "reuse": 4, "reuse_start": 0.25}
 """What `fast` does instead on transformers that cannot be run on a coarser image."""
 
-BEST: dict[str, Preset] = {"unet": "fast", "transformer": "balanced"}
+MERGING_PRESETS: dict[str, dict[str, Any]] = {
+    "quality": {"target": "kv", "ratio": 0.5, "proportional": True},
+    "balanced": {"target": "kv", "ratio": 0.75, "window": 8},
+    "fast": {"target": "stack", "ratio": 0.5, "end": 0.7},
+}
+"""What presets do instead where no step can be left out: in UNets of one level, and in parts of
+models."""
+
+BEST: dict[Kind, Preset] = {"unet": "fast", "transformer": "balanced"}
 """The preset that `apply_patch` takes if no option is given, by kind of model."""
 
 
-def preset(name: str, kind: Kind = "unet", *, coarse: bool = True) -> dict[str, Any]:
+def preset(
+    name: str, kind: Kind = "unet", *, coarse: bool = True, reuse: bool = True
+) -> dict[str, Any]:
     """The options of a preset for a kind of model, as a dictionary of its own.
 
     Args:
         coarse: whether the model can be run on a coarser image.
+        reuse: whether steps can be left out.
     """
-    if name not in PRESETS:
-        raise ValueError(f"preset={name!r}: must be one of {', '.join(map(repr, PRESETS))}")
-    options = (PRESETS if kind == "unet" else TRANSFORMER_PRESETS)[name]
+    names = get_args(Preset)
+    if name not in names:
+        raise ValueError(f"preset={name!r}: must be one of {', '.join(map(repr, names))}")
+    options = PRESETS[kind][name] if reuse else MERGING_PRESETS[name]
     return options | WITHOUT_COARSE if "coarse" in options and not coarse else dict(options)
 
 

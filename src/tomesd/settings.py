@@ -186,9 +186,8 @@ class Settings:
 
     reuse: int | None = None
     """Run a part of the model at every so many steps only, 2 or more. At the steps between, it adds
-    to the image what it added last time. On UNets of diffusers the part is all that lies below the
-    finest level; on transformers it is the blocks that `depth` names. `None` runs it at every step.
-    """
+    to the image what it added last time. On UNets the part is all that lies below the finest
+    level; on transformers it is the blocks that `depth` names. `None` runs it at every step."""
 
     reuse_start: float | None = None
     """With `reuse`: the progress from which on steps are left out. `None` is 0 on UNets, and 0.5 on

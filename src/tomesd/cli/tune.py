@@ -166,17 +166,16 @@ class Tune:
     def _space(self, pipe: Any, sampling: "Sampling") -> dict[str, Any]:
         """Where to search, as `search` takes it."""
         from ..evaluation.search_space import (
-            can_be_coarse,
             first_options,
             levels_of,
+            refused_options,
             search_space,
         )
 
         levels = levels_of(pipe, sampling)
-        refused = set() if can_be_coarse(pipe) else {"coarse"}
         given = self.merge.given()
         base = self.merge.base("unet" if levels else "transformer")
-        space = search_space(levels, given.keys() | refused)
+        space = search_space(levels, given.keys() | refused_options(pipe))
         searched = {choice.name for choice in space}
         # Of a settings file, what the search does not try stays; the rest is where it starts.
         fixed = {name: value for name, value in base.items() if name not in searched} | given

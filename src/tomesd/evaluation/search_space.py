@@ -8,7 +8,7 @@ import tomesd
 
 from ..generation import Sampling
 from ..hosts import find_models
-from ..presets import PRESETS, TRANSFORMER_PRESETS
+from ..presets import MERGING_PRESETS, PRESETS
 from ..settings import DOWNSAMPLES
 
 Options = dict[str, Any]
@@ -52,7 +52,7 @@ def search_space(levels: Sequence[int], fixed: Iterable[str] = ()) -> list[Choic
 
 
 _PERCENTS = tuple(percent / 100 for percent in range(10, 76, 5))
-_RATIO = Choice("ratio", _PERCENTS, ordered=True)
+_RATIO = Choice("ratio", (0.0, *_PERCENTS), ordered=True)
 _SCHEDULE = (
     Choice("schedule", (None, "linear")),
     Choice(
@@ -75,6 +75,20 @@ def _how(*metrics: str) -> tuple[Choice, ...]:
     )
 
 
+def _left_out(*starts: float) -> tuple[Choice, ...]:
+    """Coarse steps, and steps that leave out a part of the model."""
+
+    def reuses(options: Options) -> bool:
+        return options.get("reuse") is not None
+
+    return (
+        Choice("coarse", (None, 0.15, 0.25, 0.35, 0.5)),
+        Choice("reuse", (None, 2, 3, 4)),
+        Choice("reuse_start", starts, ordered=True, only_if=reuses),
+        Choice("reuse_end", (None, 6, 8), only_if=reuses),
+    )
+
+
 def _unet_space(levels: Sequence[int]) -> tuple[Choice, ...]:
     return (
         _RATIO,
@@ -89,26 +103,19 @@ def _unet_space(levels: Sequence[int]) -> tuple[Choice, ...]:
         *_SCHEDULE,
         Choice("start", (0.0, 0.1, 0.2, 0.3, 0.4), ordered=True),
         Choice("end", (1.0, 0.9, 0.8, 0.7, 0.6), ordered=True),
+        *_left_out(0.0, 0.25, 0.5),
     )
 
 
 _TRANSFORMER_SPACE = (
-    Choice("ratio", (0.0, *_PERCENTS), ordered=True),
+    _RATIO,
     Choice("target", ("stack", "block")),
     Choice("depth", (None, (0.0, 1.0), (0.0, 0.5), (0.25, 0.75), (0.25, 1.0), (0.5, 1.0))),
     *_how("clean", "input", "mean", "previous"),
     *_SCHEDULE,
     Choice("start", (0.0, 0.1, 0.2), ordered=True),
     Choice("end", (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0), ordered=True),
-    Choice("coarse", (None, 0.15, 0.25, 0.35, 0.5)),
-    Choice("reuse", (None, 2, 3, 4)),
-    Choice(
-        "reuse_start",
-        (0.15, 0.25, 0.35, 0.5),
-        ordered=True,
-        only_if=lambda o: o["reuse"] is not None,
-    ),
-    Choice("reuse_end", (None, 6, 8), only_if=lambda o: o["reuse"] is not None),
+    *_left_out(0.15, 0.25, 0.35, 0.5),
 )
 
 
@@ -124,16 +131,21 @@ def levels_of(pipe: Any, sampling: Sampling) -> list[int]:
     return sorted(found & set(DOWNSAMPLES))
 
 
-def can_be_coarse(pipe: Any) -> bool:
-    """Whether `coarse` means anything on all of its models."""
-    return all(part.can_be_coarse for part in find_models(pipe))
+def refused_options(pipe: Any) -> set[str]:
+    """Options of the search that mean nothing on one of its models."""
+    found = find_models(pipe)
+    can = {"coarse": [part.can_be_coarse for part in found]}
+    can["reuse"] = can["reuse_start"] = can["reuse_end"] = [part.can_reuse for part in found]
+    return {name for name, answers in can.items() if not all(answers)}
 
 
 def first_options(
     fixed: Options, start: Options | None = None, transformer: bool = False
 ) -> list[Options]:
     """Known good ones, to begin with: where to start from, defaults, presets."""
-    presets = TRANSFORMER_PRESETS if transformer else PRESETS
-    known: list[Options] = [*([] if start is None else [start]), {}, *presets.values()]
+    presets = [*PRESETS["transformer"].values()]
+    if not transformer:
+        presets = [*PRESETS["unet"].values(), *MERGING_PRESETS.values()]
+    known: list[Options] = [*([] if start is None else [start]), {}, *presets]
     known += [{"ratio": ratio} for ratio in (0.25, 0.75, 0.4, 0.6)]
     return [{**options, **fixed} for options in known]

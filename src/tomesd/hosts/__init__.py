@@ -55,8 +55,15 @@ class FoundModel:
 
     @property
     def can_be_coarse(self) -> bool:
-        """Whether its row says how to run it on a coarser image; False for UNets."""
-        return self.row is not None and self.row.coarse is not None
+        """Whether it can be run on a coarser image."""
+        if self.row is None:
+            return unets.can_be_coarse(self.module)
+        return self.row.coarse is not None
+
+    @property
+    def can_reuse(self) -> bool:
+        """Whether steps can leave out a part of it."""
+        return self.row is not None or unets.can_reuse(self.module)
 
     def settings(self, asked: Settings) -> Settings:
         """Fills in the defaults of this kind of model where no option was given.

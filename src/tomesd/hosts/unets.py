@@ -11,13 +11,27 @@ from typing import Any
 from torch import nn
 
 from ..patch import original_class
-from ..regions import Block, Deep, Layer, Member, Norm, Projection, Role, Stack, Tokens, UNetRoot
+from ..regions import (
+    Block,
+    DeepBlock,
+    DeepLayer,
+    Layer,
+    Member,
+    Norm,
+    Projection,
+    Role,
+    Stack,
+    Tokens,
+    UNetRoot,
+)
 from ..settings import Settings
 from .names import class_names, parameters
 
 __all__ = [
     "DEFAULTS",
     "NAMES",
+    "can_be_coarse",
+    "can_reuse",
     "check_reuse",
     "fill_settings",
     "is_block",
@@ -91,7 +105,7 @@ _LEVELLED = (
     "UNet3DConditionModel",
     "UNetSpatioTemporalConditionModel",
 )
-"""Models whose levels are in `down_blocks`, `mid_block` and `up_blocks`."""
+"""Models of diffusers whose levels are in `down_blocks`, `mid_block` and `up_blocks`."""
 
 _COARSE = "UNet2DConditionModel"
 """The one model that supports `coarse`."""
@@ -149,14 +163,36 @@ def _deep_sites(module: Any, settings: Settings) -> Iterator[tuple[nn.Module, Ro
     """The parts of a UNet below its finest level, if `reuse` lets steps skip them."""
     if settings.reuse is None or not _has_levels(module):
         return
+    if hasattr(module, "input_blocks"):
+        yield from _deep_layers(module)
+        return
     for block in module.down_blocks[1:]:
-        yield block, Deep("down")
+        yield block, DeepBlock(way="down")
     if module.mid_block is not None:
-        yield module.mid_block, Deep("middle")
+        yield module.mid_block, DeepBlock(way="middle")
     *deeper, top = module.up_blocks[:-1]
     for block in deeper:
-        yield block, Deep("up")
-    yield top, Deep("up", last=True)
+        yield block, DeepBlock()
+    yield top, DeepBlock(last=True)
+
+
+def _deep_layers(module: Any) -> Iterator[tuple[nn.Module, Role]]:
+    """The same for UNets of ldm. In each of their blocks, layers run one after the other."""
+    way_down, way_up = _layers(module.input_blocks), _layers(module.output_blocks)
+    first = next(i for i, layer in enumerate(way_down) if _is_named(layer, "Downsample"))
+    top = max(i for i, layer in enumerate(way_up) if _is_named(layer, "Upsample"))
+    for layer in (*way_down[first:], *(module.middle_block or ()), *way_up[:top]):
+        down, up = _is_named(layer, "Downsample"), _is_named(layer, "Upsample")
+        yield layer, DeepLayer(way="down" if down else "up" if up else "level")
+    yield way_up[top], DeepLayer(last=True)
+
+
+def _layers(blocks: Any) -> list[nn.Module]:
+    return [layer for block in blocks for layer in block]
+
+
+def _is_named(module: nn.Module, name: str) -> bool:
+    return name in class_names(module)
 
 
 def _is_controlnet(module: nn.Module) -> bool:
@@ -166,8 +202,12 @@ def _is_controlnet(module: nn.Module) -> bool:
 
 
 def _has_levels(module: Any) -> bool:
-    """Whether it is a UNet of diffusers with more than one level."""
-    return any(name in _LEVELLED for name in class_names(module)) and len(module.up_blocks) > 1
+    """Whether it is a UNet, of diffusers or ldm, with more than one level."""
+    if any(name in _LEVELLED for name in class_names(module)):
+        return len(module.up_blocks) > 1
+    if not hasattr(module, "output_blocks"):  # not even a UNet
+        return False
+    return any(_is_named(layer, "Downsample") for layer in _layers(module.input_blocks))
 
 
 def _stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
@@ -265,12 +305,21 @@ def check_options(settings: Settings, module: nn.Module) -> None:
         raise ValueError(f"metric='clean': a {model} is no rectified flow")
     of_transformers = ("depth", "st", "reference_ratio")
     settings.refuse(of_transformers, model, ", only on diffusion transformers")
-    if settings.coarse and not (_COARSE in class_names(module) and is_root(module)):
+    if settings.coarse and not can_be_coarse(module):
         settings.refuse(["coarse"], model)
-    # `reuse` is allowed but has no effect: the controlled model needs all of a ControlNet's output.
-    if settings.reuse is None or _has_levels(module) or _is_controlnet(module):
-        return
-    if not is_stack(module) or not is_root(module):
-        levels = "UNets of diffusers that have several levels"
+    if not can_reuse(module):
+        levels = "UNets that have several levels"
         settings.refuse(["reuse"], model, f", only on {levels}, and on diffusion transformers")
-    check_reuse(settings, model)
+    if is_stack(module):
+        check_reuse(settings, model)
+
+
+def can_be_coarse(module: nn.Module) -> bool:
+    return _COARSE in class_names(module) and is_root(module)
+
+
+def can_reuse(module: nn.Module) -> bool:
+    """Whether `reuse` is allowed. On a ControlNet it has no effect: the controlled model needs all
+    of its output."""
+    stack = is_stack(module) and is_root(module)
+    return stack or _has_levels(module) or _is_controlnet(module)

@@ -4,7 +4,7 @@ A patched module plays a role, which runs around the module's own forward:
 
     UNetRoot, TransformerRoot   the whole model: reads image size and timestep, starts the call
       Stack       blocks of a UNet on one grid: reads the grid, decides what merges in them
-      Deep        a part of a UNet below its finest level, which some steps leave out
+      DeepBlock, DeepLayer   a part of a UNet below its finest level, which some steps leave out
         Member      a block in a run of blocks on merged tokens: the first one opens the region, the
                     last one closes it
         Block       a block whose layers merge separately: makes their plans
@@ -18,7 +18,7 @@ generated class: they can be pickled, and modules with equal roles share a class
 
 from .block import Block, Member
 from .coarse import Coarse
-from .deep import Deep
+from .deep import DeepBlock, DeepLayer
 from .layers import Layer, Norm, Projection
 from .model import Stack, TransformerRoot, UNetRoot
 from .role import Given, Role
@@ -28,7 +28,8 @@ __all__ = [
     "Along",
     "Block",
     "Coarse",
-    "Deep",
+    "DeepBlock",
+    "DeepLayer",
     "Given",
     "Layer",
     "Member",

@@ -1,5 +1,6 @@
 """The levels of a UNet below its finest one, which some steps leave out."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,15 +13,14 @@ from .role import Inner, Role
 
 
 @dataclass(frozen=True)
-class Deep(Role):
-    """A block on the way down, in the middle, or on the way up, below the finest level.
+class _BelowFinest(Role):
+    """What lies below the finest level.
 
-    At a step that reuses, none of them runs. The topmost one on the way up returns its output of an
-    earlier step; the others return zeros of the right shapes, which only these blocks receive.
+    At a step that reuses, none of it runs. The last module on the way up returns its output of an
+    earlier step; the others return zeros of the right shapes, which only these modules receive.
     (Ma et al., DeepCache, 2023.)
     """
 
-    way: Literal["down", "middle", "up"]
     last: bool = False
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
@@ -33,28 +33,53 @@ class Deep(Role):
                 keep(scope.call, "deep", output)
             return output
         x: Tensor = args[0] if args else kwargs["hidden_states"]
-        if self.way == "down":
-            return _zeros_down(module, x)
         if not self.last:
-            return x
+            return self.zeros(module, x, kwargs)
         shape = torch.Size([x.shape[0], _channels(module), *scope.call.size])
         return recall(scope.call, "deep", shape, x)
 
-
-def _zeros_down(module: Any, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Zeros in place of a down block's output and of its skip connections."""
-    batch, _, h, w = x.shape
-    channels = _channels(module)
-    kept = [x.new_zeros(()).expand(batch, channels, h, w)] * len(module.resnets)
-    down = x.new_zeros(batch, channels, h, w)
-    if module.downsamplers is not None:
-        down = x.new_zeros(batch, channels, -(-h // 2), -(-w // 2))
-        kept.append(down)
-    return down, tuple(kept)
+    @abstractmethod
+    def zeros(self, module: Any, x: Tensor, kwargs: dict) -> Any:
+        """Zeros in place of the module's output."""
 
 
-def _channels(module: Any) -> int:
-    """Output channels of a block."""
-    layer = module.resnets[-1]
+@dataclass(frozen=True)
+class DeepBlock(_BelowFinest):
+    """A block of a UNet of diffusers: on the way down, in the middle, or on the way up."""
+
+    way: Literal["down", "middle", "up"] = "up"
+
+    def zeros(self, module: Any, x: Tensor, kwargs: dict) -> Any:
+        """The output, and on the way down the skip connections too."""
+        if self.way != "down":
+            return x
+        batch, _, h, w = x.shape
+        channels = _channels(module)
+        kept = [x.new_zeros(()).expand(batch, channels, h, w)] * len(module.resnets)
+        down = x.new_zeros(batch, channels, h, w)
+        if module.downsamplers is not None:
+            down = x.new_zeros(batch, channels, -(-h // 2), -(-w // 2))
+            kept.append(down)
+        return down, tuple(kept)
+
+
+@dataclass(frozen=True)
+class DeepLayer(_BelowFinest):
+    """A layer of a UNet of ldm, whose blocks are lists of layers."""
+
+    way: Literal["down", "level", "up"] = "level"
+
+    def zeros(self, module: Any, x: Tensor, kwargs: dict) -> Tensor:
+        *_, h, w = x.shape
+        if self.way == "down":
+            h, w = -(-h // 2), -(-w // 2)
+        elif self.way == "up":
+            h, w = (kwargs.get("output_shape") or (2 * h, 2 * w))[-2:]
+        return x.new_zeros(x.shape[0], _channels(module, x.shape[1]), h, w)
+
+
+def _channels(module: Any, otherwise: int = 0) -> int:
+    """Output channels of a block or layer."""
+    layer = module.resnets[-1] if hasattr(module, "resnets") else module
     layer = getattr(layer, "spatial_res_block", layer)  # of video models
-    return int(layer.out_channels)
+    return int(getattr(layer, "out_channels", otherwise))

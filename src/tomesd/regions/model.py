@@ -59,7 +59,7 @@ class _Root(Role):
         if not torch.compiler.is_compiling():
             patch.decisions = tuple(call.decisions)
         merged = any(decision.remove > 0 for decision in call.decisions)
-        if call.settings.active and call.ratio != 0 and not merged:
+        if call.settings.active and call.ratio != 0 and not merged and not call.reuses:
             patch.warn_once(explain_nothing(call))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import gradio as gr
 
@@ -65,7 +65,7 @@ def build_page(
                 image = _image_inputs(models, start)
                 gr.Markdown("## Merging")
                 preset = gr.Dropdown(
-                    [DEFAULTS, *presets.PRESETS],
+                    [DEFAULTS, *get_args(presets.Preset)],
                     label="Begin with",
                     info="Fills in the options below.",
                     elem_id="preset",

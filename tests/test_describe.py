@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from merging_dit import SUPPORTED, at_steps_left
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_diffusers import (
     HOSTS,
@@ -65,6 +66,37 @@ def test_flops_are_those_of_a_real_run(
     assert 0 < part.saved < 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"preset": "quality"}, {"preset": "balanced"}, {"preset": "fast"}, {"ratio": 0.5, "reuse": 2}],
+    ids=lambda options: "_".join(map(str, options.values())),
+)
+def test_the_share_of_an_image_is_that_of_its_steps(options: dict[str, Any]) -> None:
+    dit, steps = SUPPORTED["flux"], 12
+    model, inputs = dit.build(), dit.inputs(size=(32, 32))
+    counts = []
+    for chosen in ({"ratio": 0.0}, options):
+        tomesd.apply_patch(model, when="always", **chosen)
+        with (
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+        ):
+            for step in range(steps):
+                dit.run(model, at_steps_left(dit, inputs, 1 - step / steps))
+        counts.append(counter.get_total_flops())
+    (part,) = tomesd.describe(model, 256, 256, steps=steps, inputs=inputs).parts
+    assert part.share_of_image == pytest.approx(counts[1] / counts[0], rel=0.02)
+    assert f"an image of 12 steps takes {part.share_of_image:.1%}" in str(part)
+
+
+def test_a_step_that_leaves_out_a_part_is_described() -> None:
+    pipe = tomesd.apply_patch(make_controlnet_pipeline(), preset="fast")
+    unet, controlnet = tomesd.describe(pipe, 128, 128).parts
+    assert 0.05 < unet.reused_flops / unet.flops < 0.95 and unet.share_of_image is None
+    assert "one step in 2 runs the whole model, from progress 0 on, and the others" in str(unet)
+    assert "no step can be left out" in str(controlnet)  # the UNet needs its output
+
+
 def test_an_unpatched_model_is_described_and_left_alone() -> None:
     model = HOSTS["sdxl"].build()
     before = module_state(model)
@@ -124,10 +156,11 @@ def test_bad_sizes_are_named(bad) -> None:
             tomesd.describe(model, **{name: bad})
 
 
+@pytest.mark.parametrize("name", ["num_frames", "steps"])
 @pytest.mark.parametrize("bad", [0, -1, 2.0, True])
-def test_bad_numbers_of_frames_are_named(bad) -> None:
-    with pytest.raises(ValueError, match=f"num_frames={bad!r}: must be an int of at least 1"):
-        tomesd.describe(HOSTS["sd1"].build(), num_frames=bad)
+def test_bad_numbers_are_named(name: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={bad!r}: must be an int of at least 1"):
+        tomesd.describe(HOSTS["sd1"].build(), **{name: bad})
 
 
 def test_models_we_cannot_make_inputs_for_take_the_users() -> None:

@@ -13,7 +13,7 @@ from .patch import patch_of, role_of
 from .rule import LeftAlone, Verdict
 from .settings import Settings
 from .state import Call, Decision, Patch, Scope, run_inside
-from .steps import Moment
+from .steps import Moment, Steps
 
 __all__ = ["Description", "Level", "Part", "describe"]
 
@@ -67,11 +67,41 @@ class Part:
     """Floating-point operations of one call at such a step; 0 if they are unknown."""
     reused_flops: int = 0
     """The same at a step that leaves out what it can reuse."""
+    steps: int | None = None
+    """Of the image that `share_of_image` is about."""
 
     @property
     def saved(self) -> float:
         """Share of the operations that merging saves; 0 if they are unknown."""
         return 1 - self.merged_flops / self.flops if self.flops else 0.0
+
+    @property
+    def share_of_image(self) -> float | None:
+        """Share of the operations of an unmerged image that are left, over all of its steps. None
+        if it is unknown: no number of steps was given, or settings change from step to step."""
+        settings = self.settings
+        if settings is None or self.steps is None or self.flops == 0:
+            return None
+        changes = settings.schedule is not None or settings.tau is not None
+        if changes or (settings.coarse and self.coarse_tokens is None):
+            return None
+        total, steps = 0, Steps()
+        for progress in (number / self.steps for number in range(self.steps)):
+            total += self._flops_at(settings, progress, steps)
+        return total / (self.steps * self.flops)
+
+    def _flops_at(self, settings: Settings, progress: float, steps: Steps) -> int:
+        """Operations of the next of the steps."""
+        if settings.is_coarse(progress) and self.coarse_tokens:
+            steps.restart()
+            return self.coarse_flops
+        steps.enter(-progress, progress, ())
+        if settings.reuse is not None:
+            started = progress >= (settings.reuse_start or 0.0)
+            if steps.moment(settings.reuse_every, started, settings.reuse_within).reuses:
+                return self.reused_flops
+        start, end = settings.span
+        return self.merged_flops if start <= progress <= end else self.flops
 
     def __str__(self) -> str:
         h, w = self.latent
@@ -101,6 +131,8 @@ class Part:
             yield words
         if settings.reuse is not None:
             yield self._reusing(settings)
+        if self.share_of_image is not None:
+            yield f"an image of {self.steps} steps takes {self.share_of_image:.1%} of them in all"
 
     def _reusing(self, settings: Settings) -> str:
         if 0 < self.flops == self.reused_flops:
@@ -136,6 +168,7 @@ def describe(
     width: int | None = None,
     num_frames: int | None = None,
     *,
+    steps: int | None = None,
     batch: int = 2,
     inputs: Any = None,
 ) -> Description:
@@ -148,6 +181,7 @@ def describe(
         model: as in `apply_patch`, patched or not.
         height, width: of the image, in pixels; the model's own if None, or 512 if it names none.
         num_frames: of a video; a few if None. Models of images ignore it.
+        steps: of an image, to tell what all of them save together.
         batch: of one call of the model; guidance runs conditional and unconditional as 2.
         inputs: keyword arguments of the model's forward, for models whose inputs we cannot make up.
     """
@@ -158,8 +192,11 @@ def describe(
             f"describe needs a whole model, which receives the timestep; {type(model).__name__} "
             "is a part of one"
         )
+    if steps is not None:
+        _check_count("steps", steps, 1)
     if any(patch_of(part.module) is not None for part in found):
-        return Description(tuple(_part(part, size, frames, batch, inputs) for part in found))
+        parts = (_part(part, size, frames, batch, inputs) for part in found)
+        return Description(tuple(replace(part, steps=steps) for part in parts))
     with patched(model, ratio=0.0):
         parts = (_part(part, size, frames, batch, inputs) for part in found)
         return Description(tuple(replace(part, settings=None) for part in parts))

@@ -16,6 +16,8 @@ class Describe:
     given."""
     num_frames: int | None = None
     """Frames of a video."""
+    steps: int | None = None
+    """Of an image or video: tells what all of them save together."""
     model: ModelOptions = field(default_factory=ModelOptions)
     merge: MergeOptions = field(default_factory=MergeOptions)
 
@@ -29,4 +31,5 @@ class Describe:
         merge = self.merge.checked(kind_of(pipe))
         width, height = self.size or (None, None)
         with tomesd.patched(pipe, **asdict(merge)):
-            console.print(str(tomesd.describe(pipe, height, width, self.num_frames)))
+            told = tomesd.describe(pipe, height, width, self.num_frames, steps=self.steps)
+            console.print(str(told))

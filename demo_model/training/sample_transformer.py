@@ -64,8 +64,10 @@ def main() -> None:
     parser.add_argument("--shown", type=int, default=256, help="side of a picture on the sheet")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    model = FluxTransformer2DModel(**TRANSFORMER)
-    model.load_state_dict(load_file(args.weights))
+    weights = load_file(args.weights)
+    takes_guidance = any("guidance_embedder" in name for name in weights)
+    model = FluxTransformer2DModel(**TRANSFORMER, guidance_embeds=takes_guidance)
+    model.load_state_dict(weights)
     write_sheet(
         model.to(args.device).eval(),
         AutoencoderKL.from_pretrained(args.pipeline / "vae").to(args.device).eval(),

@@ -202,11 +202,12 @@ class TransformerRun(FlowRun):
 class GuidanceRun(TransformerRun):
     """The sizes of the transformer; its targets are the guided predictions of a teacher."""
 
-    seconds: float = 360.0
-    small_share: float = 0.15
-    middle_share: float = 0.40
+    seconds: float = 420.0
+    small_share: float = 0.18
+    middle_share: float = 0.35
     learning_rate: float = 1e-3
     warmup_steps: int = 50
+    high_noise: float = 0.20
     decay_share: float = 0.60
     caption_dropout: float = 0.05
     layout_weight: float = 0.0
@@ -220,6 +221,7 @@ class VideoRun(FlowRun):
     """Single frames, then clips with a share of single frames."""
 
     seconds: float = 1000.0
+    high_noise: float = 0.20
     image_share: float = 0.20
     # Share of steps on single frames once clips have begun: they cost little, and show more
     # scenes in the same time.

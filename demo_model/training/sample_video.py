@@ -9,7 +9,6 @@ of the held-out list and the noise of seed i.
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import tomesd_demo_model
 import video
 from config import DOWNSAMPLING, VIDEO
 from flow import TextEncoder
+from sample_transformer import arguments, load_parts
 from sampling import save_sheet
 from tokenizer import WordTokenizer
 
@@ -46,13 +46,11 @@ def write_clips(
     steps: int = 28,
 ) -> None:
     """Sheet and animation of held-out captions, at `side` x `side` latents a frame."""
-    device = model.device
     captions = tomesd_demo_model.held_out_captions()[first : first + count]
-    tokens = torch.tensor([tokenizer(caption) for caption in captions], device=device)
-    empty = torch.tensor([tokenizer("")], device=device)
     seeds = [torch.Generator("cpu").manual_seed(first + i) for i in range(count)]
     shape = (1, 4, frames, side, side)
-    noise = torch.cat([torch.randn(shape, generator=seed) for seed in seeds]).to(device)
+    noise = torch.cat([torch.randn(shape, generator=seed) for seed in seeds]).to(model.device)
+    tokens, empty = (tokenizer.batch(words, model.device) for words in (captions, [""]))
     parts = [
         video.sample(model, text(words), text(empty), start, guidance=guidance, steps=steps)
         for words, start in zip(tokens.split(8), noise.split(8), strict=True)
@@ -90,25 +88,12 @@ def _cells(caption: str, count: int, side: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--pipeline", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--pixels", type=int, default=128)
-    parser.add_argument("--frames", type=int, default=16)
-    parser.add_argument("--count", type=int, default=12)
-    parser.add_argument("--first", type=int, default=0, help="index of the first caption")
-    parser.add_argument("--guidance", type=float, default=4.0)
-    parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument("--device", default="cpu")
-    args = parser.parse_args()
+    args = arguments(__doc__.splitlines()[0], pixels=128, frames=16, count=12).parse_args()
     model = WanTransformer3DModel(**VIDEO)
     model.load_state_dict(load_file(args.weights))
     write_clips(
         model.to(args.device).eval(),
-        AutoencoderKL.from_pretrained(args.pipeline / "vae").to(args.device).eval(),
-        TextEncoder(args.pipeline, args.device),
-        WordTokenizer(args.pipeline / "tokenizer"),
+        *load_parts(args),
         args.pixels // DOWNSAMPLING,
         args.frames,
         args.count,

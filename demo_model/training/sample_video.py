@@ -66,9 +66,10 @@ def show(clips: Tensor, captions: list[str], path: Path) -> None:
     texts = [cell for caption in captions for cell in _cells(caption, *rows.shape[1:4:2])]
     save_sheet(rows.flatten(0, 1), path, rows.shape[1], texts)
     columns = min(4, len(clips))
-    whole = clips[: len(clips) // columns * columns].unflatten(0, (-1, columns))
+    white = torch.ones_like(clips[: -len(clips) % columns])
+    filled = torch.cat([clips, white]).unflatten(0, (-1, columns))
     # rows, columns, F, 3, y, x -> F, rows y, columns x, 3
-    grid = whole.permute(2, 0, 4, 1, 5, 3).flatten(3, 4).flatten(1, 2)
+    grid = filled.permute(2, 0, 4, 1, 5, 3).flatten(3, 4).flatten(1, 2)
     arrays = grid.add(1).mul(127.5).round().byte().cpu().numpy()
     pictures = [Image.fromarray(array) for array in arrays]
     pictures[0].save(

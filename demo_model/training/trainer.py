@@ -260,7 +260,7 @@ def train(trainer: Trainer, folder: Path) -> None:
     log = (folder / "transformer.jsonl").open("a")
     (folder / "transformer_config.json").write_text(json.dumps(asdict(run), indent=1) + "\n")
     rng = random.Random(trainer.step)
-    start = time.time() - trainer.elapsed
+    began = time.time() - trainer.elapsed
     last_save = last_row = trainer.elapsed
     while (progress := trainer.elapsed / run.seconds) < 1:
         if time.time() - STARTED > run.pause_after:
@@ -271,7 +271,7 @@ def train(trainer: Trainer, folder: Path) -> None:
         losses = trainer.backward(*pools.draw(size, batch), weight)
         norm = trainer.update(progress)
         trainer.images += batch
-        trainer.elapsed = time.time() - start
+        trainer.elapsed = time.time() - began
         if trainer.step % run.log_every == 0:
             loss, layout = (value.item() for value in losses)
             row = {"step": trainer.step, "seconds": trainer.elapsed, "images": trainer.images}

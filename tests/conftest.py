@@ -1,5 +1,6 @@
 """What all tests have in common: how Triton runs, and the machine that merging is judged by."""
 
+import importlib
 import os
 import sys
 import tempfile
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+TRAINING = Path(__file__).parents[1] / "demo_model" / "training"
 # Triton decides when it is imported, by whichever test, whether it interprets its kernels.
 os.environ["TRITON_INTERPRET"] = "1"
 # Nothing is read from, or left in, the user's folder; what tests start inherits it.
@@ -66,3 +68,12 @@ def refusal(
         return error
 
     return refused
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch):
+    """Imports a module of the training folder by name; afterwards its plain names are free."""
+    monkeypatch.syspath_prepend(TRAINING)
+    yield importlib.import_module
+    for name in {path.stem for path in TRAINING.glob("*.py")}:
+        sys.modules.pop(name, None)

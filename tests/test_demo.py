@@ -1,8 +1,6 @@
 """The demo, end to end, at a small size, on the embedded model."""
 
-import importlib
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from tomesd.generation.progress import silent
 from tomesd.generation.sampling import Sample
 from tomesd.patch import patch_of
 
-TRAINING = Path(__file__).parents[1] / "demo_model" / "training"
 PROMPT = "a fox and two pears on a green gradient background"
 SMALL = ["--size", "128", "128", "--steps", "6", "--prompt", PROMPT]
 
@@ -259,15 +256,6 @@ def test_the_models_share_their_files() -> None:
     assert sum(path.stat().st_size for path in files if path.is_file()) < 40e6
     with pytest.raises(ValueError, match=r"model='video': must be one of unet, transformer"):
         tomesd_demo_model.path("video")
-
-
-@pytest.fixture
-def training(monkeypatch: pytest.MonkeyPatch):
-    """Imports a module of the training folder by name; afterwards its plain names are free."""
-    monkeypatch.syspath_prepend(TRAINING)
-    yield importlib.import_module
-    for name in {path.stem for path in TRAINING.glob("*.py")}:
-        sys.modules.pop(name, None)
 
 
 def test_the_fid_of_the_evaluation_is_the_formula(training) -> None:

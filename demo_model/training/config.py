@@ -76,6 +76,17 @@ FLOW_SCHEDULER = {
     "base_shift": 0.5,
     "max_shift": 1.15,
 }
+# The transformer of the clips, `WanTransformer3DModel`: 9.9 M parameters.
+VIDEO = {
+    "patch_size": (1, 2, 2),
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 10,
+    "num_attention_heads": 4,
+    "attention_head_dim": 64,
+    "ffn_dim": 768,
+    "text_dim": 256,
+}
 
 
 @dataclass(frozen=True)
@@ -132,8 +143,8 @@ class DiffusionRun:
 
 
 @dataclass(frozen=True)
-class TransformerRun:
-    """128 px, then 256 px, then 512 px with a share of 256 px steps.
+class FlowRun:
+    """What the runs of all transformers have.
 
     `*_share` are shares of the wall-clock budget `seconds`; the learning rate falls linearly
     to zero over the last `decay_share`.
@@ -142,16 +153,6 @@ class TransformerRun:
     seconds: float = 892.0
     # The program saves and stops so many seconds after its start; the same command goes on.
     pause_after: float = 1e9
-    small_share: float = 0.07
-    middle_share: float = 0.29
-    # Share of steps at 256 px once 512 px has begun: without them that size is forgotten.
-    mixed_rate: float = 0.20
-    small_latent: int = 32
-    middle_latent: int = 64
-    full_latent: int = 128
-    small_batch: int = 384
-    middle_batch: int = 160
-    full_batch: int = 48
     learning_rate: float = 2e-3
     adam_factor: float = 0.4
     weight_decay: float = 0.01
@@ -165,17 +166,71 @@ class TransformerRun:
     # Weight of the layout loss at the start; it falls linearly to nothing at `layout_share`.
     layout_weight: float = 0.20
     layout_share: float = 0.70
-    # Index of the single block whose tokens the layout is read from.
+    # Index of the block whose tokens the layout is read from: Flux's single ones, all of Wan's.
     layout_block: int = 4
     replays: int = 4
     pool_scenes: int = 8192
+    scenes_at_once: int = 48
     checkpoint_every: float = 200.0
+    log_every: int = 20
     sheet_images: int = 12
     # 1: cuDNN's attention instead of flash attention. A third faster on an H200, but with
     # torch 2.11 the first step of the compiled blocks ends in an illegal memory access.
     cudnn_attention: int = 0
-    # Side of the latents whose steps are only compiled, to fill the compiler's cache.
+    # Size (side of the latents, or frames) whose steps are only compiled, to fill the
+    # compiler's cache.
     warm_only: int = 0
+
+
+@dataclass(frozen=True)
+class TransformerRun(FlowRun):
+    """128 px, then 256 px, then 512 px with a share of 256 px steps."""
+
+    small_share: float = 0.07
+    middle_share: float = 0.29
+    # Share of steps at 256 px once 512 px has begun: without them that size is forgotten.
+    mixed_rate: float = 0.20
+    small_latent: int = 32
+    middle_latent: int = 64
+    full_latent: int = 128
+    small_batch: int = 384
+    middle_batch: int = 160
+    full_batch: int = 48
+
+
+@dataclass(frozen=True)
+class GuidanceRun(TransformerRun):
+    """The sizes of the transformer; its targets are the guided predictions of a teacher."""
+
+    seconds: float = 420.0
+    small_share: float = 0.18
+    middle_share: float = 0.35
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    high_noise: float = 0.20
+    decay_share: float = 0.60
+    caption_dropout: float = 0.05
+    layout_weight: float = 0.0
+    # Guidance is drawn evenly from here.
+    guidance_low: float = 1.0
+    guidance_high: float = 6.0
+
+
+@dataclass(frozen=True)
+class VideoRun(FlowRun):
+    """Single frames, then clips with a share of single frames."""
+
+    seconds: float = 1000.0
+    high_noise: float = 0.20
+    image_share: float = 0.20
+    # Share of steps on single frames once clips have begun: they cost little, and show more
+    # scenes in the same time.
+    mixed_rate: float = 0.20
+    latent: int = 32
+    frames: int = 16
+    image_batch: int = 384
+    video_batch: int = 32
+    sheet_images: int = 8
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from tomesd_demo_model.captions import COLORS, PATTERNS, Scene, sample_scene
 
 MAX_OBJECTS = 4
 MAX_ANGLE = 0.25
+# Of an object's side, how far it reaches from its centre.
+RADIUS = 0.45
 # Side of an object in picture units, by how many share the picture: they fill most of it.
 SIZES = {1: (0.72, 1.0), 2: (0.54, 0.70), 3: (0.47, 0.60), 4: (0.43, 0.54)}
 _PATTERN_INDEX = {name: i for i, name in enumerate(PATTERNS)}
@@ -59,18 +61,23 @@ def _place(rng: np.random.Generator, count: np.ndarray, visible: np.ndarray) -> 
     """Of 48 random placements per scene keep the one that overlaps least: [B, 4, 3]."""
     low, high = np.array([SIZES[int(n)] for n in count], dtype=np.float32).T
     size = low[:, None] + (high - low)[:, None] * rng.random(visible.shape, dtype=np.float32)
-    radius = 0.45 * size
+    radius = RADIUS * size
     spot = rng.random((len(count), 48, MAX_OBJECTS, 2), dtype=np.float32)
     room = radius[:, None, :, None]
     spot = room + (1 - 2 * room) * spot
-    overlap = np.zeros(spot.shape[:2], dtype=np.float32)
+    best = spot[np.arange(len(count)), overlap(spot, radius, visible).argmin(axis=1)]
+    return np.concatenate([best, size[..., None]], axis=-1)
+
+
+def overlap(spot: np.ndarray, radius: np.ndarray, visible: np.ndarray) -> np.ndarray:
+    """How much the objects of K placements [B, K, 4, 2] cover each other: [B, K]."""
+    total = np.zeros(spot.shape[:2], dtype=np.float32)
     for i in range(MAX_OBJECTS):
         for j in range(i):
             distance = np.linalg.norm(spot[:, :, i] - spot[:, :, j], axis=-1)
             depth = np.maximum(0, (radius[:, i] + radius[:, j])[:, None] - distance)
-            overlap += depth**2 * (visible[:, i] & visible[:, j])[:, None]
-    best = spot[np.arange(len(count)), overlap.argmin(axis=1)]
-    return np.concatenate([best, size[..., None]], axis=-1)
+            total += depth**2 * (visible[:, i] & visible[:, j])[:, None]
+    return total
 
 
 def _shades(rng: np.random.Generator, scene: Scene) -> np.ndarray:
@@ -147,7 +154,7 @@ class LatentPool:
         self.written += len(latents)
 
     def draw(self, batch: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Random latents [batch, 4, h, w] and the kept parts of their descriptions."""
+        """Random latents [batch, ...] and the kept parts of their descriptions."""
         while self.written < batch:
             self.add()
         assert self.latents is not None

@@ -7,19 +7,23 @@ transformer predicts the line's direction, noise - x_0. Latents [B, 4, h, w] tra
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 
-from config import FLOW_SCHEDULER, GRID, TRANSFORMER
+from config import FLOW_SCHEDULER, GRID
 from tomesd_demo_model.captions import objects
 
+# States [B, T, 256] of the tokens, and one pooled state [B, 256].
+Text = tuple[Tensor, Tensor]
 # Deviation of a coordinate spread evenly over [-0.5, 0.5].
 _SPOT_DEVIATION = 12**-0.5
 
@@ -75,7 +79,7 @@ class LayoutProbe(nn.Module):
         hidden = self.norm(hidden)
         kinds, spots = self.kind(hidden).float(), self.spot(hidden).float()
         which = F.cross_entropy(kinds.flatten(0, 1), kind.flatten())
-        error = (spots - spot.flatten(1, 2) / _SPOT_DEVIATION).square().mean(-1)
+        error = (spots - spot.flatten(1, -2) / _SPOT_DEVIATION).square().mean(-1)
         on_object = (kind.flatten(1) > 0).float()
         return which + 0.5 * (error * on_object).sum() / on_object.sum().clamp(min=1)
 
@@ -83,20 +87,22 @@ class LayoutProbe(nn.Module):
 class FlowModel(nn.Module):
     """Transformer and probe as one trainable module."""
 
-    def __init__(self) -> None:
+    def __init__(self, transformer: nn.Module) -> None:
         super().__init__()
-        self.transformer = FluxTransformer2DModel(**TRANSFORMER)
-        self.probe = LayoutProbe(self.transformer.inner_dim)
-        initialise(self.transformer)
+        self.transformer = transformer
+        self.probe = LayoutProbe(transformer.proj_out.in_features)
 
 
-def initialise(transformer: FluxTransformer2DModel) -> None:
-    """Every block starts as the identity and the prediction as zero (AdaLN-Zero)."""
+def initialise(transformer: nn.Module, zero: str = r"proj_out|.*norm.*\.linear") -> None:
+    """Every block starts as the identity and the prediction as zero (AdaLN-Zero).
+
+    `zero` is a pattern of the names of linear layers; its default fits Flux.
+    """
     for name, module in transformer.named_modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             nn.init.zeros_(module.bias)
-            if name == "proj_out" or (name.endswith(".linear") and "norm" in name):
+            if re.fullmatch(zero, name):
                 nn.init.zeros_(module.weight)
 
 
@@ -108,49 +114,86 @@ class TextEncoder:
         self.model = model.float().to(device).eval().requires_grad_(False)
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, tokens: Tensor) -> Text:
         """Tokens [B, T] -> one state each [B, T, 256], and the state at the first end token."""
         output = self.model(input_ids=tokens)
         return output.last_hidden_state, output.pooler_output
 
 
 def predict(
-    transformer: nn.Module, noisy: Tensor, level: Tensor, text: tuple[Tensor, Tensor]
+    transformer: nn.Module,
+    noisy: Tensor,
+    level: Tensor,
+    text: Text,
+    guidance: Tensor | None = None,
 ) -> Tensor:
-    """Direction [B, N, 16] at tokens [B, N, 16] and noise levels [B] in [0, 1]."""
+    """Direction [B, N, 16] at tokens [B, N, 16] and noise levels [B] in [0, 1].
+
+    `guidance` [B] is for a transformer that takes it.
+    """
     context, pooled = text
     return transformer(
         hidden_states=noisy,
         encoder_hidden_states=context,
         pooled_projections=pooled,
         timestep=level,
+        guidance=guidance,
         img_ids=positions(math.isqrt(noisy.shape[1]), noisy.device),
         txt_ids=torch.zeros(context.shape[1], 3, device=noisy.device),
         return_dict=False,
     )[0]
 
 
+def guided(
+    predict: Callable[[Tensor, Tensor, Text], Tensor],
+    noisy: Tensor,
+    level: Tensor,
+    text: Text,
+    without: Text,
+    guidance: float | Tensor,
+) -> Tensor:
+    """The direction with captions, moved away from the one without: both in one call.
+
+    `without` is what `TextEncoder` gives for no caption, `guidance` a number or broadcasts.
+    """
+    both = tuple(torch.cat([n.expand_as(t), t]) for n, t in zip(without, text, strict=True))
+    v = predict(torch.cat([noisy, noisy]), torch.cat([level, level]), both)
+    plain, wanted = v.float().chunk(2)
+    return plain + guidance * (wanted - plain)
+
+
+def euler(
+    direction: Callable[[Tensor, Tensor], Tensor], x: Tensor, tokens: int, steps: int
+) -> Tensor:
+    """Data from noise `x` [B, ...] by Euler steps along `direction(x, levels [B])`."""
+    levels = torch.linspace(1, 1 / steps, steps, device=x.device)
+    levels = F.pad(shifted(levels, tokens), (0, 1))
+    for now, after in itertools.pairwise(levels):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            v = direction(x, now.expand(len(x)))
+        x = x + (after - now) * v.float()
+    return x
+
+
 @torch.no_grad()
 def sample(
     transformer: nn.Module,
-    text: tuple[Tensor, Tensor],
-    without: tuple[Tensor, Tensor],
+    text: Text,
+    without: Text,
     noise: Tensor,
     *,
     guidance: float = 4.0,
     steps: int = 28,
 ) -> Tensor:
-    """Latents [B, 4, h, w] from noise of that shape, by Euler steps.
+    """Latents [B, 4, h, w] from noise of that shape.
 
     `text` and `without` are what `TextEncoder` gives for the captions and for no caption.
     """
     x = pack(noise)
-    levels = torch.linspace(1, 1 / steps, steps, device=x.device)
-    levels = F.pad(shifted(levels, x.shape[1]), (0, 1))
-    both = tuple(torch.cat([n.expand_as(t), t]) for n, t in zip(without, text, strict=True))
-    for now, after in itertools.pairwise(levels):
-        with torch.autocast(x.device.type, torch.bfloat16):
-            v = predict(transformer, x.repeat(2, 1, 1), now.expand(2 * len(x)), both)
-        plain, wanted = v.float().chunk(2)
-        x = x + (after - now) * (plain + guidance * (wanted - plain))
-    return unpack(x)
+    direction = functools.partial(predict, transformer)
+    if transformer.config.guidance_embeds:
+        asked = torch.full((len(x),), guidance, device=x.device)
+        step = functools.partial(direction, text=text, guidance=asked)
+    else:
+        step = functools.partial(guided, direction, text=text, without=without, guidance=guidance)
+    return unpack(euler(step, x, x.shape[1], steps))

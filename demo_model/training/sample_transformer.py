@@ -39,38 +39,47 @@ def write_sheet(
     shown: int = 256,
 ) -> None:
     """Sheet of held-out captions at `side` x `side` latents, shrunk to `shown` pixels each."""
-    device = model.device
     captions = tomesd_demo_model.held_out_captions()[first : first + count]
-    tokens = torch.tensor([tokenizer(caption) for caption in captions], device=device)
-    empty = torch.tensor([tokenizer("")], device=device)
-    noise = torch.cat([first_noise(first + i, side) for i in range(count)]).to(device)
-    latents = sample(model, text(tokens), text(empty), noise, guidance=guidance, steps=steps)
+    noise = torch.cat([first_noise(first + i, side) for i in range(count)]).to(model.device)
+    wanted, without = (text(tokenizer.batch(words, model.device)) for words in (captions, [""]))
+    latents = sample(model, wanted, without, noise, guidance=guidance, steps=steps)
     pictures = models.decode(vae, latents, chunk=8)
     if pictures.shape[-1] > shown:
         pictures = F.interpolate(pictures, size=(shown, shown), mode="area")
     save_sheet(pictures, path, 6, captions)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--pipeline", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--pixels", type=int, default=512)
-    parser.add_argument("--count", type=int, default=24)
+def arguments(description: str, **defaults: int) -> argparse.ArgumentParser:
+    """What samplers of all transformers are told, and how many `pixels` and pictures (`count`)."""
+    parser = argparse.ArgumentParser(description=description)
+    for name in ("weights", "pipeline", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--first", type=int, default=0, help="index of the first caption")
     parser.add_argument("--guidance", type=float, default=4.0)
     parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument("--shown", type=int, default=256, help="side of a picture on the sheet")
     parser.add_argument("--device", default="cpu")
+    return parser
+
+
+def load_parts(args: argparse.Namespace) -> tuple[AutoencoderKL, TextEncoder, WordTokenizer]:
+    vae = AutoencoderKL.from_pretrained(args.pipeline / "vae").to(args.device).eval()
+    text = TextEncoder(args.pipeline, args.device)
+    return vae, text, WordTokenizer(args.pipeline / "tokenizer")
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0], pixels=512, count=24)
+    parser.add_argument("--shown", type=int, default=256, help="side of a picture on the sheet")
     args = parser.parse_args()
-    model = FluxTransformer2DModel(**TRANSFORMER)
-    model.load_state_dict(load_file(args.weights))
+    weights = load_file(args.weights)
+    takes_guidance = any("guidance_embedder" in name for name in weights)
+    model = FluxTransformer2DModel(**TRANSFORMER, guidance_embeds=takes_guidance)
+    model.load_state_dict(weights)
     write_sheet(
         model.to(args.device).eval(),
-        AutoencoderKL.from_pretrained(args.pipeline / "vae").to(args.device).eval(),
-        TextEncoder(args.pipeline, args.device),
-        WordTokenizer(args.pipeline / "tokenizer"),
+        *load_parts(args),
         args.pixels // DOWNSAMPLING,
         args.count,
         args.out,

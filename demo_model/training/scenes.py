@@ -70,21 +70,27 @@ class Composer:
     def _background(self, scenes: dict[str, Tensor], side: int) -> Tensor:
         """Two colours mixed by the pattern's mask, under slightly uneven light: [B, 3, s, s]."""
         clouds = sum(
-            self._smooth_noise(len(scenes["pattern"]), side, cells) / (i + 1)
-            for i, cells in enumerate((3, 6, 12))
+            self._smooth_noise(scenes, side, cells) / (i + 1) for i, cells in enumerate((3, 6, 12))
         )
-        mask = _pattern_masks(scenes["style"], clouds, side)
+        mask = _pattern_masks(scenes["style"], clouds, side, self._view(scenes, side))
         # An index made on the CPU would make the host wait for the GPU at every batch.
         rows = torch.arange(len(mask), device=mask.device)
         mask = mask[rows, scenes["pattern"]].unsqueeze(1)
         first, second = scenes["colors"][:, :, :, None, None].unbind(1)
-        light = 1 + 0.06 * self._smooth_noise(len(mask), side, 3)
+        light = 1 + 0.06 * self._smooth_noise(scenes, side, 3)
         return (torch.lerp(first, second, mask) * light[:, None]).clamp(0, 1)
 
-    def _smooth_noise(self, batch: int, side: int, cells: int) -> Tensor:
-        device = self.textures.device
-        grid = torch.randn(batch, 1, cells, cells, generator=self.generator, device=device)
+    def _view(self, scenes: dict[str, Tensor], side: int) -> tuple[Tensor, Tensor]:
+        """Where in the background the pixels lie: x and y that broadcast to [B, side, side]."""
+        return _grid(side, self.textures.device)
+
+    def _smooth_noise(self, scenes: dict[str, Tensor], side: int, cells: int) -> Tensor:
+        grid = self._noise(len(scenes["pattern"]), cells)
         return F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=True)[:, 0]
+
+    def _noise(self, batch: int, cells: int) -> Tensor:
+        device = self.textures.device
+        return torch.randn(batch, 1, cells, cells, generator=self.generator, device=device)
 
     def _paste(self, picture: Tensor, thing: dict[str, Tensor]) -> Tensor:
         """Draw one object per picture, its soft shadow first."""
@@ -147,12 +153,12 @@ def _sample(texture: Tensor, x: Tensor, y: Tensor, box: Tensor) -> Tensor:
     return F.grid_sample(texture, grid, align_corners=False) * inside.unsqueeze(1)
 
 
-def _pattern_masks(style: Tensor, clouds: Tensor, side: int) -> Tensor:
+def _pattern_masks(style: Tensor, clouds: Tensor, side: int, view: tuple[Tensor, Tensor]) -> Tensor:
     """Mixing masks [B, patterns, s, s] in [0, 1], in the order of PATTERNS.
 
     `style` [B, 5] are random numbers in [0, 1): angle, frequency, two phases, shape.
     """
-    x, y = _grid(side, style.device)
+    x, y = view
     angle, frequency, phase_x, phase_y, shape = (v[:, None, None] for v in style.unbind(1))
     cos, sin = torch.cos(angle * math.tau), torch.sin(angle * math.tau)
     u = (x - 0.5) * cos + (y - 0.5) * sin

@@ -11,6 +11,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from config import MAX_TOKENS
 from tomesd_demo_model.captions import COLORS, PATTERNS, objects
 
@@ -59,6 +62,10 @@ class WordTokenizer:
         found = [self.word_ids[w] for w in re.findall(r"[a-z]+|[,-]", caption)]
         tokens = [self.start, *found[: MAX_TOKENS - 2]]
         return tokens + [self.end] * (MAX_TOKENS - len(tokens))
+
+    def batch(self, captions: list[str], device: torch.device | str) -> Tensor:
+        """Token ids [B, MAX_TOKENS]."""
+        return torch.tensor([self(caption) for caption in captions], device=device)
 
 
 def _learn_merges(vocabulary: list[str]) -> list[tuple[str, str]]:

@@ -1,0 +1,73 @@
+"""Counts the operations of models as published, merged and with steps left out. Measures no time.
+
+    python benchmarks/operations.py [--rows SDXL]
+"""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import torch
+from common import RESULTS, Arguments
+from dit_settings import SETTINGS
+
+import tomesd
+from tomesd.bench import RowFile
+from tomesd.bench.models import ARCHITECTURES
+
+STEPS = 28
+UNETS = {"SD1.5": ("sd15", (512, 1024)), "SDXL": ("sdxl", (1024, 2048))}
+WAYS: dict[str, dict[str, Any]] = {
+    "half": {"ratio": 0.5, "start": 0.0, "end": 1.0},
+    "quarter": {"ratio": 0.75, "start": 0.0, "end": 1.0},
+    **{name: {"preset": name} for name in ("quality", "balanced", "fast")},
+}
+
+
+def without_weights(kind: str, config: dict[str, Any]) -> Any:
+    """A model whose weights are never written to, and so take no memory."""
+    with torch.device("meta"):
+        model = getattr(diffusers, kind)(**config)
+    return model.to(torch.bfloat16).to_empty(device="cpu").eval()
+
+
+def models(wanted: str) -> Any:
+    """What a row says of each setting, its model in a wrapper, and arguments of `describe`."""
+    for name, (architecture, sizes) in UNETS.items():
+        for side in sizes:
+            title = f"{name} {side}x{side}"
+            if re.search(wanted, title):
+                unet = without_weights("UNet2DConditionModel", ARCHITECTURES[architecture])
+                yield title, SimpleNamespace(unet=unet), {"height": side, "width": side}
+    for one in SETTINGS["transformers"]:
+        if one.images == 1 and re.search(wanted, one.name):
+            pixels, frames = one.scale
+            model = SimpleNamespace(
+                transformer=without_weights(one.kind, one.config),
+                vae_scale_factor=pixels,
+                vae_scale_factor_temporal=frames,
+            )
+            size = {"height": one.height, "width": one.width, "num_frames": one.frames}
+            yield one.name, model, {**size, "batch": one.batch}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = Arguments(__doc__, device="cpu")
+    parser.add_argument("--rows", default="", help="regular expression of settings")
+    args = parser.read(arguments)
+    file = RowFile(RESULTS / "operations.jsonl", torch.device("cpu"))
+    for title, model, size in models(args.rows):
+        for label, options in WAYS.items():
+            with tomesd.patched(model, when="always", **options):
+                (part,) = tomesd.describe(model, **size, steps=STEPS).parts
+            row = {"section": "operations", "setting": title, "label": label, "steps": STEPS}
+            row |= {"flops": part.flops, "merged": part.merged_flops / part.flops}
+            row |= {"left_out": part.reused_flops / part.flops, "image": part.share_of_image}
+            row["coarse"] = part.coarse_flops / part.flops
+            file.add(row)
+            print(f"{args.spent():4.0f} s  {title}, {label}: {part}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,22 +12,22 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from bound import apply_bound
-from common import RESULTS, Arguments, Ready, compare
+from common import RESULTS, Arguments, Ready, compare, replayed
 from dit_settings import BLOCKS, BLOCKS_GRAPH, RATIOS, SETTINGS, Setting
-from matching import volume_rows
-from torch import Tensor
 
 import tomesd
+from tomesd import Settings
 from tomesd.bench import Effort, RowFile
 from tomesd.bench.calls import Step
 from tomesd.bench.contenders import FREE, OURS, UNPATCHED
-from tomesd.bench.measure import attempt, free_memory, time_calls, time_launches
+from tomesd.bench.measure import attempt, free_memory, is_finite, time_calls, time_launches
 from tomesd.bench.models import random_model, shared_copy
 from tomesd.bench.modes import EAGER, GRAPH, Graph, raise_compile_limits, warm_up
 from tomesd.bench.rows import Row
@@ -35,9 +35,13 @@ from tomesd.generation.memory import MemoryProbe
 from tomesd.hosts import find_models
 from tomesd.patch import patch_of
 from tomesd.planning import make_plan
+from tomesd.segments import cut_grid, plan_segments
+from tomesd.selectors import bipartite, removable
 from tomesd.state import Patch
 
 LABELS = {UNPATCHED: "unpatched", OURS: "ratio", FREE: "bound"}
+SIDES, CHANNELS, FRAMES = (32, 64, 128, 256, 512), (3072, 5120), 16
+"""Of plans that are measured alone: squares of tokens, and videos with as many."""
 
 
 class Runner:
@@ -115,12 +119,6 @@ def count_waits(call: Callable[[], Any], device: torch.device) -> int | None:
     return sum("synchroniz" in str(one.message) for one in told)
 
 
-def is_finite(output: Any) -> bool:
-    while not isinstance(output, Tensor):
-        output = output[0]
-    return bool(output.isfinite().all())
-
-
 def plan_cost(patch: Patch, plans: list[Any], dtype: torch.dtype, device: torch.device) -> Row:
     """The plans of a call, and the seconds that one takes by itself.
 
@@ -141,32 +139,56 @@ def plan_cost(patch: Patch, plans: list[Any], dtype: torch.dtype, device: torch.
     }
 
 
-def section_rows(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+def model_rows(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Calls of the models in a section."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name == "matching":
-        yield from volume_rows(device, dtype)
-        return
     effort = Effort(seconds=args.seconds, min_repeats=3, sample_seconds=min(0.1, args.seconds))
     settings = [one for one in SETTINGS[name] if args.only in one.name]
-    models: dict[str, Any] = {}
-    for place, setting in enumerate(settings):
-        coming = {one.model for one in settings[place:]}
-        models = {name: model for name, model in models.items() if name in coming}
-        for mode in (mode for mode in setting.modes if args.mode in ("", mode)):
-            free_memory(device)
-            if args.spent() > args.budget:
-                print(f"{setting.name}, {mode}: no time left", flush=True)
-                continue
-            if setting.model not in models:
-                cls = getattr(diffusers, setting.kind)
-                build = partial(random_model, cls, setting.config, device, dtype, 0)
-                models[setting.model] = attempt(build, device)
-            model = models[setting.model]
-            if isinstance(model, str):
-                print(f"{setting.name}: {model}", flush=True)
-                continue
-            yield from Runner(setting, mode, model).rows(effort)
-            torch._dynamo.reset()
+    chosen = [(one, mode) for one in settings for mode in one.modes if args.mode in ("", mode)]
+    for setting, mode in chosen:
+        if args.spent() > args.budget:
+            print(f"{setting.name}, {mode}: no time left", flush=True)
+            continue
+        cls = getattr(diffusers, setting.kind)
+        model = attempt(partial(random_model, cls, setting.config, device, dtype, 0), device)
+        if isinstance(model, str):
+            print(f"{setting.name}: {model}", flush=True)
+            continue
+        yield from Runner(setting, mode, model).rows(effort)
+        torch._dynamo.reset()
+        del model
+        free_memory(device)
+
+
+def plan_rows(device: torch.device) -> Iterator[Row]:
+    """Plans alone, of random tokens; on a GPU, replayed as CUDA graphs."""
+    cuda, ratio = device.type == "cuda", RATIOS[0]
+    dtype = torch.bfloat16 if cuda else torch.float32
+    settings = Settings(ratio=ratio)
+    remove = partial(removable, settings, ratio=ratio)
+    effort = Effort(seconds=0.5, min_repeats=3, sample_seconds=0.02)
+    for side, channels, frames in product(SIDES, CHANNELS, (1, FRAMES)):
+        grid = (1, side, side) if frames == 1 else (frames, side // 4, side // 4)
+        st = 1 if frames == 1 else 2
+        parts = cut_grid(grid, settings.sy, settings.sx, st, settings.search, remove)
+        x = torch.randn(1, side * side, channels, device=device, dtype=dtype)
+        make = partial(plan_segments, x, parts, lambda x, cells, n, _: bipartite(x, cells, n))
+
+        def prepare(make: Callable[[], Any] = make) -> Ready:
+            make()
+            return replayed(make, device), {"peak_mib": MemoryProbe(device).peak_mib(make)}
+
+        label = f"{channels} channels"
+        yield {
+            **{"model": "random tokens", "what": "plan", "attention": "none"},
+            "setting": f"{'x'.join(map(str, grid[grid[0] == 1 :]))} tokens",
+            **{"frames": frames, "height": grid[1], "width": grid[2], "images": 1, "batch": 1},
+            **{"tokens": x.shape[1], "channels": channels},
+            "dtype": str(dtype).removeprefix("torch."),
+            **{"mode": GRAPH if cuda else EAGER, "variant": OURS, "label": label},
+            **{"settings": {"ratio": ratio, "st": st}},
+            **compare({label: prepare}, device, effort)[label],
+        }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -185,7 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
     file = RowFile(args.out / "dit.jsonl", device)
     for name in args.sections:
         section = name if name == "transformers" else f"transformers-{name}"
-        for row in section_rows(name, args, device):
+        rows = plan_rows(device) if name == "matching" else model_rows(name, args, device)
+        for row in rows:
             file.add({**row, "section": section})
             print(line(row), f"[{args.spent():.0f} s]", flush=True)
 

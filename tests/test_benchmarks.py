@@ -8,14 +8,12 @@ from typing import Any
 
 import front
 import front_judge
-import hires
-import matching
 import numpy as np
 import pytest
 import quality
 import rule
+import speed
 import torch
-from cases import CASES
 from front_ways import WAYS
 
 from tomesd.bench import load_subject
@@ -28,17 +26,27 @@ from tomesd.presets import PRESETS
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("table", [name for name in CASES if not name.startswith("compile")])
-def test_cases_are_those_of_the_rows(table: str) -> None:
-    rows = [row for name in ("gpu", "cpu") for row in read_rows(RESULTS / f"{name}.jsonl")]
-    measured = {
-        (row["setting"], row["mode"], row["variant"], row["label"])
-        for row in rows
-        if row["section"] == table
-    }
-    cases = CASES[table]("a folder")
-    wanted = {(c.setting, c.mode, v.kind, str(v)) for c in cases for v in c.contenders}
-    assert wanted == measured
+@pytest.mark.parametrize("section", speed.SECTIONS)
+def test_a_section_is_timed_again_with_the_settings_of_its_rows(section: str) -> None:
+    def identity(names: tuple[Any, ...], settings: dict[str, Any] | None) -> str:
+        return json.dumps([*names, settings and settings["ratio"]])
+
+    rows = [row for row in speed.MEASURED[speed.SECTIONS[section]] if row["section"] == section]
+    names = ("setting", "mode", "variant", "label")
+    measured = {identity(tuple(row[name] for name in names), row["settings"]) for row in rows}
+    cases = speed.cases(section, "a folder")
+    contenders = [
+        (case.row(contender), contender) for case in cases for contender in case.contenders
+    ]
+    wanted = [identity(tuple(r[name] for name in names), r["settings"]) for r, _ in contenders]
+    assert set(wanted) == measured and len(wanted) == len(measured)
+    for row, contender in contenders:
+        presets = [PRESETS[name] for name in PRESETS if name == row["label"]]
+        known = presets or [r["settings"] for r in rows if r["label"] == row["label"]]
+        assert contender.settings is None or any(
+            options.items() <= row["settings"].items() for options in known
+        )
+    assert all(case.contenders[0].kind != "original" for case in speed.cases(section, None))
 
 
 @pytest.mark.parametrize("name", quality.SECTIONS)
@@ -107,16 +115,6 @@ def test_settings_that_were_read_can_be_merged_with() -> None:
     unet = quality.patched(row, subject, Namespace(original=None))
     patch = patch_of(unet)
     assert patch is not None and patch.settings.level_ratios == {1: 0.75, 2: 0.5}
-
-
-def test_plans_of_images_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "SIDES", (8, 16))
-    rows = list(matching.image_rows(None, torch.device("cpu")))
-    names = ("setting", "label", "variant", "tokens", "mode")
-    assert [[row[name] for name in names] for row in rows] == [
-        [f"{side}x{side} tokens", "reference", "tomesd", side**2, "eager"] for side in (8, 16)
-    ]
-    assert all(row["seconds"] > 0 and row["error"] is None for row in rows)
 
 
 def test_the_decisions_in_the_rows_are_those_of_the_rule(tmp_path: Path) -> None:
@@ -210,7 +208,3 @@ def test_the_rule_knows_the_settings_of_its_rows() -> None:
     asked = {row["setting"] for row in rows if not row["setting"].startswith("SD")}
     asked |= {row["setting"] for row in rows if row["setting"].startswith("SD3")}
     assert asked and asked <= rule.TRANSFORMERS.keys()
-
-
-def test_large_images_are_those_of_a_flux() -> None:
-    assert hires.SETTINGS["transformers"][0].kind == "FluxTransformer2DModel"

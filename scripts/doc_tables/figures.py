@@ -3,44 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from tomesd.bench.plots import COLOURS, figure
+from tomesd.bench.plots import COLOURS
 from tomesd.presets import PRESETS
 
-from .performance import EVERY_BLOCK, KEPT, MATCHING
+from .performance import MATCHING
 from .quality import FAMILIES, front_rows, name_of, paper_rows, search_rows, tradeoff_rows
 from .rows import ORIGINAL, OURS, SPEEDS, Results, Row, has, pareto
-
-
-def recovered(section: str) -> Callable[[Results], Any]:
-    """Bars: which share of the gain that is possible each variant makes."""
-    bars = ((KEPT, "tomesd", 1.0), (EVERY_BLOCK, "tomesd", 0.55), ("original", "original", 1.0))
-
-    def draw(results: Results) -> Any:
-        found = results.settings(section)
-        picture, axes = figure(0.6 + 0.62 * len(found))
-        for place, one in enumerate(found):
-            bound, base = one.seconds("free"), one.seconds("unpatched")
-            if bound and base and bound >= base:
-                words = "nothing to recover: the bound is slower"
-                axes.text(0.02, place, words, fontsize=8, va="center")
-            for offset, (label, kind, alpha) in enumerate(bars):
-                row = one.find(label)
-                share = None if row is None else one.recovered(row)
-                if share is not None:
-                    # Far below, all there is to see is that it is slower.
-                    where = (place + 0.26 * (offset - 1), max(share, -0.5), 0.24)
-                    name = ORIGINAL if label == "original" else label
-                    axes.barh(*where, color=COLOURS[kind], alpha=alpha, label=name)
-        axes.axvline(1.0, color=COLOURS["free"], linewidth=1.2)
-        axes.axvline(0.0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(found)), [one.first["setting"] for one in found], fontsize=8)
-        axes.invert_yaxis()
-        axes.set_xlabel("recovered share (0: as unpatched, 1: the bound; cut at -0.5)")
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(handles.values(), handles.keys(), frameon=False, fontsize=8)
-        return picture
-
-    return draw
 
 
 def matching(results: Results) -> Any:
@@ -165,8 +133,6 @@ def with_legend(picture: Any) -> Any:
 
 
 FIGURES: dict[str, Callable[[Results], Any]] = {
-    "performance/graph.svg": recovered("graph"),
-    "performance/eager.svg": recovered("eager"),
     "performance/matching.svg": matching,
     "quality/paper.svg": paper,
     "quality/front.svg": front,

@@ -1,7 +1,6 @@
 """The tables of docs/performance.md."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from tomesd.bench.tables import duration, percent, times
 from tomesd.presets import PRESETS
@@ -268,18 +267,6 @@ def wrong_signs(results: Results) -> Table:
     return Table(header, lines)
 
 
-def rule_elsewhere(results: Results) -> Table:
-    """What the rule would decide on GPUs that nothing was measured on."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in results.file("rule"):
-        if row.get("simulated"):
-            title = f"{row['machine']}, {1e6 * row['launch']:.0f} us"
-            line = found.setdefault(row["setting"], {"simulated": row["setting"]})
-            line[title] = times(row["expected"] if row["merges"] else None)
-    titles = dict.fromkeys(title for line in found.values() for title in line)
-    return Table([*titles], [[line[t] for t in titles] for line in found.values()])
-
-
 BOUND = columns(["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS], time)
 IN_MEMORY = columns(["unpatched", "original", KEPT, EVERY_BLOCK], memory)
 BY_PRESET = columns(["unpatched", "default", *PRESETS], gain)
@@ -308,7 +295,6 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     ),
     "rule": rule,
     "wrong signs": wrong_signs,
-    "rule elsewhere": rule_elsewhere,
     "cheaper matching": sharing,
     "cpu": cpu,
 }

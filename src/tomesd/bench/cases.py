@@ -14,7 +14,15 @@ from ..generation.sampling import check_size, least_bytes
 from ..patch import patch_of
 from .calls import WHATS, Call, Step, make_call
 from .contenders import ORIGINAL, OURS, Contender
-from .measure import Effort, attempt, free_memory, take_turns, time_calls, time_launches
+from .measure import (
+    Effort,
+    attempt,
+    free_memory,
+    is_finite,
+    take_turns,
+    time_calls,
+    time_launches,
+)
 from .models import Subject, load_subject, shared_copy
 from .modes import EAGER, GRAPH, MODES, Graph, compile_model, warm_up
 from .rows import OUT_OF_MEMORY, SETTING, Row, RowFile
@@ -122,13 +130,8 @@ def prepare(subject: Subject, case: Case, contender: Contender) -> Prepared:
         graph = Graph(call, device)
         prepared.call, prepared.pool_mib = graph, graph.pool_mib
         outputs = [graph()]
-    prepared.finite = _is_finite(outputs[-1])
+    prepared.finite = is_finite(outputs[-1])
     return prepared
-
-
-def _is_finite(output: Any) -> bool:
-    tensor = output if isinstance(output, torch.Tensor) else output[0]
-    return bool(torch.isfinite(tensor).all())
 
 
 def _load_kernels(subject: Subject, case: Case, contender: Contender) -> None:

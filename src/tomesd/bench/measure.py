@@ -163,6 +163,13 @@ def take_turns(
     return timings
 
 
+def is_finite(output: Any) -> bool:
+    """Whether what a model returned, or the first part of it, is a number everywhere."""
+    while not isinstance(output, torch.Tensor):
+        output = output[0]
+    return bool(output.isfinite().all())
+
+
 def free_memory(device: torch.device) -> None:
     """Gives back what nothing refers to any more."""
     gc.collect()

@@ -1,7 +1,6 @@
 """The benchmarks measure what the tables in the documents show."""
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import speed
 import torch
 from front_ways import WAYS
 
-from tomesd.bench import load_subject
 from tomesd.bench.rows import read_rows
+from tomesd.evaluation import Variant
+from tomesd.evaluation.variants import patched_with
 from tomesd.files import json_lines
 from tomesd.generation import load_pipeline, sample
 from tomesd.patch import patch_of
@@ -80,7 +80,7 @@ def test_forty_percent_of_the_steps_lie_below_the_threshold() -> None:
         assert share == pytest.approx(0.4, abs=0.002)
 
 
-def test_images_are_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"section": "quality-paper", "setting": "", "images": 2, "steps": 1, "scheduler": "plms"}
     ways = {"unmerged": {}, "half": {"ratio": 0.5}, "again": {"ratio": 0.5, "when": "always"}}
     rows = [
@@ -90,30 +90,22 @@ def test_images_are_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     (tmp_path / "before.jsonl").write_text(json_lines(rows))
     monkeypatch.setattr(quality, "ROWS", tmp_path / "before.jsonl")
-    monkeypatch.setattr(quality, "TIMED", ("paper",))
     monkeypatch.setattr(quality, "SIDE", 64)
     folders = ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "rows.jsonl")]
-    quick = ["--device", "cpu", "--batch", "2", "--steps", "1", "--seconds", "0"]
-    quality.main(["paper", "speed", *quick, "--time-images", "1", *folders])
-    timed, images = (
-        [row for row in read_rows(tmp_path / "rows.jsonl") if row["what"] == what]
-        for what in ("steps", "images")
-    )
+    quality.main(["paper", "--device", "cpu", "--batch", "2", *folders])
+    images = read_rows(tmp_path / "rows.jsonl")
     assert [row["label"] for row in images] == ["unmerged", "half", "again"]
-    assert [row["label"] for row in timed] == ["unmerged", "again"]  # settings are timed once
-    assert images[1]["psnr"] == images[2]["psnr"] < 100  # and make images once
+    assert images[1]["psnr"] == images[2]["psnr"] < 100  # made once
     assert {"lpips", "lpips_low", "fid_unmerged"} <= images[1].keys()
-    assert "psnr" not in images[0] and "speedup" not in timed[0]
-    assert all(timed[1][name] > 0 for name in ("speedup", "speedup_unfused"))
-    assert timed[1]["mib_unfused"] is None  # on a CPU, memory is not measured
-    assert images[1]["settings"] == timed[1]["settings"] == {"when": "always", "ratio": 0.5}
+    assert "psnr" not in images[0]
+    assert images[1]["settings"] == {"when": "always", "ratio": 0.5}
 
 
 def test_settings_that_were_read_can_be_merged_with() -> None:
-    subject = load_subject("demo", device="cpu")
+    pipe = load_pipeline("demo", device="cpu")
     [row] = [r for r in quality.candidates("search", []) if "level_ratios" in r["settings"]]
-    unet = quality.patched(row, subject, Namespace(original=None))
-    patch = patch_of(unet)
+    with patched_with(pipe, Variant("", "merged", row["settings"])):
+        patch = patch_of(pipe.unet)
     assert patch is not None and patch.settings.level_ratios == {1: 0.75, 2: 0.5}
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import front
-import front_judge
 import numpy as np
 import pytest
 import quality
@@ -137,10 +136,10 @@ def front_rows(tmp_path: Path, *arguments: str, rows: str) -> list[dict[str, Any
 
 
 def test_the_front_has_quality_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_judge, "FEWEST_FOR_KID", 2)
-    monkeypatch.setattr(front_judge, "FEWEST_FOR_FID", 2)
+    monkeypatch.setattr(front, "FEWEST_FOR_KID", 2)
+    monkeypatch.setattr(front, "FEWEST_FOR_FID", 2)
     scenes = torch.randint(256, (4, 3, 64, 64), dtype=torch.uint8)
-    monkeypatch.setattr(front_judge, "compose", lambda *arguments: scenes.split(2))
+    monkeypatch.setattr(front, "compose", lambda *arguments: scenes.split(2))
     ways = [
         way for way in WAYS["transformer"] if way.label in ("reuse 3 from 0.25", "TaylorSeer 2")
     ]

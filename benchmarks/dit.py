@@ -19,7 +19,7 @@ from typing import Any
 import diffusers
 import torch
 from bound import apply_bound
-from common import RESULTS, Arguments, Ready, compare, replayed
+from common import RESULTS, Arguments, replayed
 from dit_settings import BLOCKS, BLOCKS_GRAPH, RATIOS, SETTINGS, Setting
 
 import tomesd
@@ -27,10 +27,11 @@ from tomesd import Settings
 from tomesd.bench import Effort, RowFile
 from tomesd.bench.calls import Step
 from tomesd.bench.contenders import FREE, OURS, UNPATCHED
-from tomesd.bench.measure import attempt, free_memory, is_finite, time_calls, time_launches
+from tomesd.bench.measure import attempt, free_memory, time_calls, time_launches
 from tomesd.bench.models import random_model, shared_copy
-from tomesd.bench.modes import EAGER, GRAPH, Graph, raise_compile_limits, warm_up
+from tomesd.bench.modes import EAGER, GRAPH, raise_compile_limits
 from tomesd.bench.rows import Row
+from tomesd.bench.together import Prepared, make_ready, measure_together
 from tomesd.generation.memory import MemoryProbe
 from tomesd.hosts import find_models
 from tomesd.patch import patch_of
@@ -61,14 +62,14 @@ class Runner:
             options = {"start": 0.0, "end": 1.0, **self.setting.options, "ratio": ratio}
             ways |= {f"{LABELS[kind]} {ratio:g}": (kind, options) for kind in (OURS, FREE)}
         makers = {label: partial(self.prepare, *way) for label, way in ways.items()}
-        results = compare(makers, self.device, None if self.setting.once else effort)
-        for label, (kind, options) in ways.items():
+        for label, found in measure_together(makers, self.device, effort).items():
+            kind, options = ways[label]
             names = {"mode": self.mode, "variant": kind, "label": label, "settings": options}
             dtype = str(self.model.dtype).removeprefix("torch.")
-            yield {**self.setting.row(), "dtype": dtype, **names, **results[label]}
+            yield {**self.setting.row(), "dtype": dtype, **names, **found}
 
-    def prepare(self, kind: str, options: dict[str, Any] | None) -> Ready:
-        probe, own = MemoryProbe(self.device), shared_copy(self.model)
+    def prepare(self, kind: str, options: dict[str, Any] | None) -> Prepared:
+        probe, own, start = MemoryProbe(self.device), shared_copy(self.model), time.perf_counter()
         patched, self.patched = self.patched, None
         if kind == OURS:
             tomesd.apply_patch(own, **(options or {}))
@@ -79,47 +80,41 @@ class Runner:
         if self.mode in (BLOCKS, BLOCKS_GRAPH):
             raise_compile_limits()
             own.compile_repeated_blocks(fullgraph=True, dynamic=False)
-        step, start = Step(own, self.inputs, found=find_models(own)[0]), time.perf_counter()
-        if not self.setting.once:
-            warm_up(step, self.device, calls=1 if self.mode == EAGER else 2)
-        row: Row = {"prepare_seconds": time.perf_counter() - start}
-        row |= self.first_look(step, patch_of(own), probe)
+        step = Step(own, self.inputs, found=find_models(own)[0])
+        how = {"captured": self.mode in (GRAPH, BLOCKS_GRAPH), "warm": not self.setting.once}
+        ready = make_ready(step, own, self.mode, probe, self.device, **how)
+        ready.more = {"prepare_seconds": time.perf_counter() - start}
+        if self.mode == EAGER and (kind == OURS or not self.setting.once):
+            ready.more |= look_closer(step, own)
         if kind == OURS:
             self.patched = own
-        captured = self.mode in (GRAPH, BLOCKS_GRAPH)
-        return Graph(step, self.device) if captured else step, row
-
-    def first_look(self, step: Step, patch: Patch | None, probe: MemoryProbe) -> Row:
-        """What is not a time of the step."""
-        eager, plans, outputs = self.mode == EAGER, [], []
-        if patch is not None and eager:
-            patch.observer = lambda *found: plans.append(found)
-        row: Row = {"peak_mib": probe.peak_mib(lambda: outputs.append(step()))}
-        row["waits"] = count_waits(step, self.device) if eager and not self.setting.once else None
-        row["finite"] = is_finite(outputs.pop())
-        if patch is not None:
-            patch.observer = None
-            row["left_alone"] = not any(decision.merges for decision in patch.decisions)
-            row |= plan_cost(patch, plans, self.model.dtype, self.device) if plans else {}
-        return row
+        return ready
 
 
-def count_waits(call: Callable[[], Any], device: torch.device) -> int | None:
-    """How often the host waits for the GPU in a call; None without a GPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    torch.cuda.set_sync_debug_mode("warn")
+def look_closer(step: Step, model: Any) -> Row:
+    """How often the host waits for a GPU in a call, and what the plans of the call cost."""
+    patch, plans, told = patch_of(model), [], []
+    if patch is not None:
+        patch.observer = lambda *found: plans.append(found)
+    cuda = model.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(model.device)
+        torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            call()
+            step()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(one.message) for one in told)
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = sum("synchroniz" in str(one.message) for one in told) if cuda else None
+    if patch is None:
+        return {"waits": waits}
+    patch.observer = None
+    return {"waits": waits, **(plan_cost(patch, plans, model) if plans else {})}
 
 
-def plan_cost(patch: Patch, plans: list[Any], dtype: torch.dtype, device: torch.device) -> Row:
+def plan_cost(patch: Patch, plans: list[Any], model: Any) -> Row:
     """The plans of a call, and the seconds that one takes by itself.
 
     Args:
@@ -127,22 +122,27 @@ def plan_cost(patch: Patch, plans: list[Any], dtype: torch.dtype, device: torch.
     """
     scope, block, plan = plans[-1]
     [segments] = scope.decision.segments.values()
-    x = torch.randn(*plan.slot.shape, patch.outline.levels[0].channels, device=device, dtype=dtype)
+    channels, like = (
+        patch.outline.levels[0].channels,
+        {"device": model.device, "dtype": model.dtype},
+    )
+    x = torch.randn(*plan.slot.shape, channels, **like)
     call = partial(make_plan, scope, block, x, segments)
     call()
     return {
         "plans": len({id(plan) for _, _, plan in plans}),
         "tokens": plan.slot.shape[1],
         "tokens_left": plan.span.shape[1],
-        "plan_seconds": time_calls(call, 5, device),
-        "plan_host_seconds": time_launches(call, device),
+        "plan_seconds": time_calls(call, 5, model.device),
+        "plan_host_seconds": time_launches(call, model.device),
     }
 
 
 def model_rows(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """Calls of the models in a section."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    effort = Effort(seconds=args.seconds, min_repeats=3, sample_seconds=min(0.1, args.seconds))
+    several = Effort(seconds=args.seconds, min_repeats=3, sample_seconds=min(0.1, args.seconds))
+    once = Effort(seconds=0, min_repeats=1, max_repeats=1)
     settings = [one for one in SETTINGS[name] if args.only in one.name]
     chosen = [(one, mode) for one in settings for mode in one.modes if args.mode in ("", mode)]
     for setting, mode in chosen:
@@ -154,7 +154,7 @@ def model_rows(name: str, args: argparse.Namespace, device: torch.device) -> Ite
         if isinstance(model, str):
             print(f"{setting.name}: {model}", flush=True)
             continue
-        yield from Runner(setting, mode, model).rows(effort)
+        yield from Runner(setting, mode, model).rows(once if setting.once else several)
         torch._dynamo.reset()
         del model
         free_memory(device)
@@ -174,9 +174,10 @@ def plan_rows(device: torch.device) -> Iterator[Row]:
         x = torch.randn(1, side * side, channels, device=device, dtype=dtype)
         make = partial(plan_segments, x, parts, lambda x, cells, n, _: bipartite(x, cells, n))
 
-        def prepare(make: Callable[[], Any] = make) -> Ready:
+        def prepare(make: Callable[[], Any] = make) -> Prepared:
             make()
-            return replayed(make, device), {"peak_mib": MemoryProbe(device).peak_mib(make)}
+            peak = MemoryProbe(device).peak_mib(make)
+            return Prepared(replayed(make, device), device, peak)
 
         label = f"{channels} channels"
         yield {
@@ -187,7 +188,7 @@ def plan_rows(device: torch.device) -> Iterator[Row]:
             "dtype": str(dtype).removeprefix("torch."),
             **{"mode": GRAPH if cuda else EAGER, "variant": OURS, "label": label},
             **{"settings": {"ratio": ratio, "st": st}},
-            **compare({label: prepare}, device, effort)[label],
+            **measure_together({label: prepare}, device, effort)[label],
         }
 
 

@@ -1,15 +1,13 @@
 """What merging does to the images of the embedded model: the rows of docs/quality.md, made again.
 
     python benchmarks/quality.py paper front --original FOLDER --reference FOLDER --images FOLDER
-    python benchmarks/quality.py search --add kv "kv 0.6" '{"target": "kv", "ratio": 0.6}'
 
 The rows in results/quality.jsonl are the list of what is compared: a section is made again with the
-settings that its rows have, and with those that are added; presets as they are now. Images are made
-and judged with `tomesd.evaluation`, and kept in FOLDER of `--images`, so that a run goes on where
-it was stopped; settings that are in several sections are run once. FOLDER of `--reference` is from
+settings that its rows have; presets as they are now. Images are made and judged with
+`tomesd.evaluation`, and kept in FOLDER of `--images`, so that a run goes on where it was stopped;
+settings that are in several sections are run once. FOLDER of `--reference` is from
 compose_scenes.py. Rows are added to the same file; image i has held-out caption i and seed i in
-every row. (How fast the settings are was measured apart: front.py tells it, or `tomesd eval` with
-`--attention`.)
+every row. `tomesd eval` compares other settings, and tells how fast they are.
 """
 
 import argparse
@@ -39,12 +37,8 @@ CANDIDATE = ("setting", "variant", "label", "settings", "images", "steps", "sche
 """What is taken from a row to make it again."""
 
 
-def candidates(section: str, added: list[tuple[str, str, str]]) -> list[Row]:
-    """In the order of the table.
-
-    Args:
-        added: group, label and settings in JSON of more.
-    """
+def candidates(section: str) -> list[Row]:
+    """In the order of the table."""
     found: dict[str, Row] = {}
     for row in read_rows(ROWS):
         if row["section"] == f"quality-{section}":
@@ -53,9 +47,6 @@ def candidates(section: str, added: list[tuple[str, str, str]]) -> list[Row]:
                 one["settings"] = PRESETS[row["label"].removeprefix("preset ")]
             found.setdefault(json.dumps(one, sort_keys=True), {**one, "place": row["place"]})
     rows = sorted(found.values(), key=lambda row: row["place"])
-    for group, label, words in added:
-        names = {"variant": "tomesd", "setting": group, "label": label}
-        rows.append({**rows[0], **names, "settings": json.loads(words)})
     for row in rows:
         if row["variant"] == "tomesd":
             # No rule may leave a layer alone: what a row says has to be merged.
@@ -71,7 +62,7 @@ def name_of(row: Row) -> str:
 
 def image_rows(section: str, pipe: Any, judges: Judges, args: argparse.Namespace) -> Iterator[Row]:
     """Makes and judges the images of a section."""
-    rows = candidates(section, args.add)
+    rows = candidates(section)
     made = {name: rows[0][name] for name in ("images", "scheduler", "steps")}
     reference = Reference.of(args.reference) if args.reference else None
     # Once each, whatever they are called.
@@ -111,7 +102,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Arguments(__doc__, device="auto")
     add = parser.add_argument
     add("sections", nargs="+", choices=SECTIONS)
-    add("--add", nargs=3, action="append", default=[], metavar=("GROUP", "LABEL", "SETTINGS"))
     add("--images", type=Path, default=Path("quality_images"), help="folder to keep images in")
     add("--original", help="folder with tomesd 0.1.3")
     add("--reference", type=Path, help="folder of composed scenes")

@@ -18,11 +18,11 @@ from torch import Tensor
 
 import tomesd
 from tomesd import kernels
-from tomesd.kernels import Cells, Draw, Request, draw_key, draw_offsets, reference
+from tomesd.kernels import Cells, draw_key, draw_offsets, reference
 from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite
 
-KEY, TIME = draw_key(3, 1), 500.0
+KEY, TIMES = draw_key(3, 1), torch.full((2,), 500.0)
 
 
 class CheckError(SystemExit):
@@ -37,16 +37,6 @@ def require(condition: bool | Tensor, message: str) -> None:
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
     # Drawn on the CPU: the same whatever the device.
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def make_plan(metric: Tensor, cells: Cells, remove: int, step: int = 0) -> MergePlan:
-    plan = MergePlan.empty(
-        metric.shape[0], cells.tokens, cells.tokens - remove, metric.device, True
-    )
-    timestep = torch.full((2,), TIME, device=metric.device)[step : step + 1]
-    request = Request(cells, remove, Draw(timestep, KEY))
-    kernels.match_tokens(metric, request, plan.lists, triton=True)
-    return plan
 
 
 def problems(device: torch.device) -> Iterator[tuple[torch.dtype, int, Cells]]:
@@ -70,13 +60,13 @@ def check_kernels(device: torch.device) -> None:
         x = random(2, cells.tokens, channels, dtype=dtype, device=device)
         remove = cells.removable(0.5)
         # The timestep may lie anywhere in a list.
-        plans = [make_plan(x, cells, remove, step=run % 2) for run in range(5)]
+        where = [{"timestep": TIMES.to(device)[run % 2 :][:1], "key": KEY} for run in range(5)]
+        plans = [bipartite(x, cells, remove, backend="triton", **one) for one in where]
         runs = [(plan.slot, plan.order, plan.span, plan.merge(x)) for plan in plans]
         same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
         require(same, f"{name}: other bits in another run")
         require_plan_of_float64(plans[0], x, cells, remove, f"plan of {name}")
-        where: dict[str, Any] = {"timestep": torch.tensor([TIME], device=device), "key": KEY}
-        exact = bipartite(x.double(), cells, remove, backend="reference", **where)
+        exact = bipartite(x.double(), cells, remove, backend="reference", **where[0])
         count, tokens = count + 1, tokens + exact.slot.numel()
         moved += int((plans[0].slot != exact.slot).sum())
         worst = max(worst, require_exact_merging(plans[0], x, name))
@@ -91,8 +81,7 @@ def require_plan_of_float64(
     plan: MergePlan, metric: Tensor, cells: Cells, remove: int, name: str
 ) -> None:
     batch, windows = metric.shape[0], cells.windows
-    time = torch.tensor([TIME], device=metric.device)
-    offsets = draw_offsets(cells.count, cells.choices, KEY, time)
+    offsets = draw_offsets(cells.count, cells.choices, KEY, TIMES[:1].to(metric.device))
     src, dst = (index.expand(batch, -1, -1) for index in cells.split(offsets))
     unit = torch.nn.functional.normalize(metric.double(), dim=-1)
     rows, columns = (

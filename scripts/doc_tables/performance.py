@@ -1,6 +1,7 @@
 """The tables of docs/performance.md."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from tomesd.bench.tables import duration, percent, times
 from tomesd.presets import PRESETS
@@ -47,19 +48,17 @@ def memory(found: Comparison, row: Row | None) -> str:
     return time(found, row) if failed else f"{row['peak_mib']:,.0f}"
 
 
-def gain(found: Comparison, row: Row | None, spread: str = "") -> str:
-    """Milliseconds, and how many times as fast as unpatched."""
-    cell = time(found, row)
-    if row is None or row["seconds"] is None or row["variant"] == "unpatched":
-        return cell + spread
+def gain(found: Comparison, row: Row | None, *, spread: bool = False) -> str:
+    """Milliseconds, with their spread if asked for, and how many times as fast as unpatched."""
+    if row is None or row["seconds"] is None:
+        return time(found, row)
+    cell = duration(row) + (f" ± {1000 * row['spread']:.1f}" if spread else "")
     alone = ", left alone" if row.get("left_alone") else ""
-    return f"{cell}{spread} ({times(found.speedup(row))}{alone})"
+    is_base = row["variant"] == "unpatched"
+    return cell if is_base else f"{cell} ({times(found.speedup(row))}{alone})"
 
 
-def steady_gain(found: Comparison, row: Row | None) -> str:
-    """The same, with the spread of the milliseconds."""
-    failed = row is None or row["seconds"] is None
-    return gain(found, row, "" if failed else f" ± {1000 * row['spread']:.1f}")
+steady_gain = partial(gain, spread=True)
 
 
 def share(found: Comparison, row: Row | None) -> str:

@@ -31,6 +31,7 @@ from tomesd.bench.measure import attempt, free_memory, time_calls, time_launches
 from tomesd.bench.models import random_model, shared_copy
 from tomesd.bench.modes import EAGER, GRAPH, raise_compile_limits
 from tomesd.bench.rows import Row
+from tomesd.bench.tables import milliseconds
 from tomesd.bench.together import Prepared, make_ready, measure_together
 from tomesd.generation.memory import MemoryProbe
 from tomesd.hosts import find_models
@@ -122,11 +123,8 @@ def plan_cost(patch: Patch, plans: list[Any], model: Any) -> Row:
     """
     scope, block, plan = plans[-1]
     [segments] = scope.decision.segments.values()
-    channels, like = (
-        patch.outline.levels[0].channels,
-        {"device": model.device, "dtype": model.dtype},
-    )
-    x = torch.randn(*plan.slot.shape, channels, **like)
+    shape = (*plan.slot.shape, patch.outline.levels[0].channels)
+    x = torch.randn(shape, device=model.device, dtype=model.dtype)
     call = partial(make_plan, scope, block, x, segments)
     call()
     return {
@@ -211,14 +209,8 @@ def main(arguments: list[str] | None = None) -> None:
         rows = plan_rows(device) if name == "matching" else model_rows(name, args, device)
         for row in rows:
             file.add({**row, "section": section})
-            print(line(row), f"[{args.spent():.0f} s]", flush=True)
-
-
-def line(row: Row) -> str:
-    told = row["error"] or f"{row['seconds'] * 1e3:.2f} ms"
-    if row.get("host_seconds") is not None:
-        told += f", host {row['host_seconds'] * 1e3:.2f} ms"
-    return f"{row['setting']}, {row['mode']}, {row['label']}: {told}"
+            told = row["error"] or f"{milliseconds(row['seconds'])} ms"
+            print(f"{args.spent():4.0f} s  {row['setting']}, {row['mode']}, {row['label']}: {told}")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from tomesd.bench.calls import random_inputs
 from tomesd.bench.modes import EAGER, GRAPH
-from tomesd.hosts.inputs import example_inputs
 
 BLOCKS, BLOCKS_GRAPH = "compile-blocks", "compile-blocks-graph"
 """Each block compiled by `compile_repeated_blocks`; and then captured into a CUDA graph."""
@@ -59,17 +56,10 @@ class Setting:
 
     def inputs(self, model: Any) -> dict[str, Any]:
         """Noise, and positions and masks as they have to be."""
-        pixels, frames = self.scale
-        size = (self.height // pixels, self.width // pixels)
-        inputs = example_inputs(model, size, self.batch, (self.frames - 1) // frames + 1) or {}
-        return {name: _noise(value) for name, value in inputs.items()} | {"return_dict": False}
-
-
-def _noise(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_noise(part) for part in value]
-    is_data = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
-    return torch.randn_like(value) if is_data else value
+        pixels, per_latent = self.scale
+        size, frames = (self.height // pixels, self.width // pixels), self.frames - 1
+        inputs = random_inputs(model, size, self.batch, frames=frames // per_latent + 1)
+        return {**inputs, "return_dict": False}
 
 
 def _named(model: str, kind: str, **same: Any) -> Callable[..., Setting]:

@@ -173,7 +173,7 @@ def identity(way: Way, model: Model, args: argparse.Namespace) -> Row:
     return {
         **{"section": "front", "setting": way.family, "model": f"embedded {args.model}"},
         **{"what": "images", "height": args.pixels, "width": args.pixels, "batch": args.batch},
-        **{"all_steps": args.steps, "guidance": args.guidance, "scheduler": args.scheduler},
+        **{"all_steps": args.steps, "guidance": args.guidance, "scheduler": "own"},
         **{"dtype": str(model.dtype).removeprefix("torch."), "attention": "default"},
         **{"mode": "eager", "variant": way.variant, "label": way.label, "settings": way.options},
         "reference_scenes": args.scenes if args.sprites else None,
@@ -187,7 +187,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--pixels", type=int, help="of a side; 512 on the transformer, 256 on the UNet")
     add("--steps", type=int, help="of unmerged images; 28 on the transformer, 20 on the UNet")
     add("--guidance", type=float, help="4 on the transformer, 5 on the UNet")
-    add("--scheduler", choices=["own", "ddim", "plms"], default="own")
     add("--images", type=int, default=512, help="of the most important rows; others have fewer")
     add("--batch", type=int, default=32, help="images made together")
     add("--rows", default="", help="regular expression that labels must match")

@@ -23,7 +23,6 @@ from torch import Tensor
 
 import tomesd
 from tomesd.generation.loading import denoiser, load_pipeline
-from tomesd.generation.sampling import set_scheduler
 
 USUAL = {
     "transformer": {"pixels": 512, "steps": 28, "guidance": 4.0, "number": "bfloat16"},
@@ -37,7 +36,6 @@ class Model:
     def __init__(self, args: argparse.Namespace) -> None:
         number = "float32" if args.device == "cpu" else USUAL[args.model]["number"]
         self.pipe = load_pipeline(args.model, device=args.device, dtype=number)
-        set_scheduler(self.pipe, args.scheduler)
         self.pipe.vae.float()  # what is measured is the model, not the decoder's rounding
         self.device, self.dtype = denoiser(self.pipe).device, denoiser(self.pipe).dtype
         self.guidance, self.pixels = args.guidance, args.pixels

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tomesd.bench.plots import COLOURS
+from tomesd.bench.plots import COLOURS, figure
 from tomesd.presets import PRESETS
 
 from .performance import MATCHING
@@ -14,10 +14,10 @@ from .rows import ORIGINAL, OURS, SPEEDS, Results, Row, has, pareto
 def matching(results: Results) -> Any:
     """Time and memory of matching against the number of tokens."""
     found = results.settings("matching", "graph")
-    picture, axes = panels(1, 2, 3.4)
+    picture, axes = figure(3.4, 1, 2)
     colours = (COLOURS["tomesd"], "#2a6f97", "#66b2bd", COLOURS["original"])
     measures = (("seconds", 1000, "ms"), ("peak_mib", 1, "MiB"))
-    for one, (name, scale, unit) in zip(axes[0], measures, strict=True):
+    for one, (name, scale, unit) in zip(axes, measures, strict=True):
         for (label, title), colour in zip(MATCHING.items(), colours, strict=True):
             rows = [row for c in found if (row := c.find(label)) and row["seconds"]]
             points = [(row["tokens"], row[name] * scale) for row in rows if row[name]]
@@ -25,16 +25,6 @@ def matching(results: Results) -> Any:
         one.set(xlabel="tokens", ylabel=unit)
         one.legend(frameon=False, fontsize=8)
     return picture
-
-
-def panels(rows: int, columns: int, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(8.0, height), layout="constrained")
-    axes = picture.subplots(rows, columns, squeeze=False)
-    for one in axes.flat:
-        one.spines[["top", "right"]].set_visible(False)
-    return picture, axes
 
 
 def draw(axes: Any, rows: list[Row], x: Callable[[Row], float], y: str, **style: Any) -> None:
@@ -48,8 +38,8 @@ def draw(axes: Any, rows: list[Row], x: Callable[[Row], float], y: str, **style:
 def paper(results: Results) -> Any:
     """FID and LPIPS against the ratio."""
     base, *rows = paper_rows(results)
-    picture, axes = panels(1, 2, 3.2)
-    for one, score in zip(axes[0], ("fid", "lpips"), strict=True):
+    picture, axes = figure(3.2, 1, 2)
+    for one, score in zip(axes, ("fid", "lpips"), strict=True):
         for kind, name in (("original", ORIGINAL), ("tomesd", OURS)):
             chosen = [row for row in rows if row["variant"] == kind]
             style = {"color": COLOURS[kind], "label": name, "fmt": "o-"}
@@ -68,7 +58,7 @@ def front(results: Results) -> Any:
     for row in front_rows(results):
         if row["settings"]:
             groups[row["label"] if row["label"] in marks else name_of(row)].append(row)
-    picture, axes = panels(2, 2, 6.0)
+    picture, axes = figure(6.0, 2, 2)
     for line, score in zip(axes, ("lpips", "fid"), strict=True):
         for one, (speed, words) in zip(line, SPEEDS.items(), strict=True):
             for name, rows in groups.items():
@@ -85,8 +75,8 @@ def search(results: Results) -> Any:
     rows = search_rows(results)
     groups = {"": (ORIGINAL, COLOURS["original"]), "attn": ("attn", "#00798c")}
     groups |= {"kv": ("kv", "#c7b446"), "block": ("block", "#6a4c93")}
-    picture, axes = panels(1, 2, 3.6)
-    for one, (speed, words) in zip(axes[0], SPEEDS.items(), strict=True):
+    picture, axes = figure(3.6, 1, 2)
+    for one, (speed, words) in zip(axes, SPEEDS.items(), strict=True):
         for group, (name, colour) in groups.items():
             chosen = [row for row in rows if row["setting"] == group and has(row, speed)]
             points = [row[speed] for row in chosen], [row["lpips"] for row in chosen]
@@ -106,8 +96,8 @@ def tradeoffs(results: Results) -> Any:
     rows = next((rows for rows in found if rows), [])
     scores = {"kid_change": ("KID x 1000, more than unmerged", 1000)}
     scores["lpips"] = ("LPIPS to unmerged", 1)
-    picture, axes = panels(1, 2, 4.2)
-    for one, (score, (title, scale)) in zip(axes[0], scores.items(), strict=True):
+    picture, axes = figure(4.2, 1, 2)
+    for one, (score, (title, scale)) in zip(axes, scores.items(), strict=True):
         shown = [name for name in FAMILIES[1:] if any(row["setting"] == name for row in rows)]
         for number, (family, mark) in enumerate(zip(shown, "ovXs^D*hPdp<", strict=False)):
             chosen = [row for row in rows if row["setting"] == family and has(row, score)]

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from common import replayed
+from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 import tomesd
 from tomesd import kernels
+from tomesd.bench.models import random_model
 from tomesd.kernels import Cells, draw_key, draw_offsets, reference
 from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite
@@ -140,44 +142,37 @@ def require_exact_merging(plan: MergePlan, x: Tensor, name: str) -> float:
     return worst
 
 
-def make_unet(device: torch.device) -> Any:
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+def make_unet(device: torch.device) -> tuple[Any, Tensor, Tensor]:
+    """A small UNet, latents `[6, 2, 4, side, side]` for six steps, and a text."""
+    config = {
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         **{"block_out_channels": (64, 128), "layers_per_block": 1, "norm_num_groups": 8},
         **{"cross_attention_dim": 64, "attention_head_dim": 4},
-    )
-    return unet.to(device, torch.float16 if device.type == "cuda" else torch.float32).eval()
+    }
+    large = device.type == "cuda"
+    dtype, side = (torch.float16, 32) if large else (torch.float32, 8)
+    unet = random_model(UNet2DConditionModel, config, device, dtype, seed=0)
+    shapes = (6, 2, 4, side, side), (2, 7, 64)
+    return unet, *(random(*shape, dtype=dtype, device=device) for shape in shapes)
 
 
 @torch.no_grad()
 def check_graphs(device: torch.device) -> None:
     """A CUDA graph replays what eager mode computes, over the steps of two images."""
-    plain = make_unet(device)
-    dtype, size = plain.dtype, 32 if device.type == "cuda" else 8
+    plain, latents, text = make_unet(device)
     # Two images, the second beginning before the first one's plan has served its calls.
     times = (900.0, 700.0, 500.0, 800.0, 600.0, 400.0)
-    noise = [
-        random(2, 4, size, size, dtype=dtype, device=device, seed=i) for i in range(len(times))
-    ]
-    text = random(2, 7, 64, dtype=dtype, device=device)
     for share, selector in (("block", "bipartite"), ("steps", "bipartite"), ("steps", "kmeans")):
-        options: dict[str, Any] = {"share": share, "refresh": 2, "when": "always"}
-        options["selector"] = selector
-        eager, captured = (
-            tomesd.apply_patch(copy.deepcopy(plain), 0.5, backend="triton", **options)
-            for _ in range(2)
-        )
-        sample, timestep = noise[0].clone(), torch.tensor(times[0], device=device)
+        options: dict[str, Any] = {"share": share, "refresh": 2, "selector": selector}
+        eager, captured = (merged(plain, "triton", **options) for _ in range(2))
+        sample, timestep = latents[0].clone(), torch.tensor(times[0], device=device)
         replay = replayed(lambda m=captured, s=sample, t=timestep: m(s, t, text).sample, device)
-        for step, given in zip(times, noise, strict=True):
+        name = f'{selector}, share="{share}"'
+        for step, given in zip(times, latents, strict=True):
             sample.copy_(given)
             timestep.fill_(step)
             expected = eager(given, torch.tensor(step, device=device), text).sample
-            name = f'{selector}, share="{share}"'
             same = torch.equal(replay(), expected)
             require(same, f"{name}, timestep {step:g}: the graph differs from eager mode")
         moved = (plain(given, timestep, text).sample - expected).abs().max()
@@ -188,23 +183,20 @@ def check_graphs(device: torch.device) -> None:
 @torch.no_grad()
 def check_model(device: torch.device) -> None:
     """A merged model is the same with the fast kernels as with the reference."""
-    plain = make_unet(device)
-    side = 32 if device.type == "cuda" else 8
-    latents = random(2, 4, side, side, dtype=plain.dtype, device=device)
-    text = random(2, 7, 64, dtype=plain.dtype, device=device)
-    options: dict[str, Any] = {"max_downsample": 2, "merge_mlp": True, "when": "always"}
-    unmerged = plain(latents, 500, text).sample.float()
-    fast, slow = (
-        tomesd.apply_patch(copy.deepcopy(plain), 0.5, backend=backend, **options)(
-            latents, 500, text
-        ).sample.float()
-        for backend in ("triton", "reference")
-    )
+    plain, latents, text = make_unet(device)
+    options: dict[str, Any] = {"max_downsample": 2, "merge_mlp": True}
+    models = plain, *(merged(plain, one, **options) for one in ("triton", "reference"))
+    unmerged, fast, slow = (model(latents[0], 500, text).sample.float() for model in models)
     require(torch.isfinite(fast).all(), "the output of a merged model is not finite")
     error, effect = ((out - slow).norm() / slow.norm() for out in (fast, unmerged))
     print(f"check: fast kernels to reference {error:.2e}, unmerged to merged {effect:.2e}")
     # Where two matches are equally good to half precision, either is right.
     require(error <= 0.5 * effect, "a model with the fast kernels differs from the reference")
+
+
+def merged(plain: Any, backend: str, **options: Any) -> Any:
+    """A copy of the model that merges half of the tokens."""
+    return tomesd.apply_patch(copy.deepcopy(plain), 0.5, backend=backend, when="always", **options)
 
 
 def check_gpu(device: torch.device) -> None:

@@ -45,8 +45,10 @@ class Prepared:
         return time_launches(self.call, self.device)
 
     def row(self) -> Row:
+        """All but how long a call takes."""
         names = ("peak_mib", "pool_mib", "finite", "left_alone")
-        return {**{name: getattr(self, name) for name in names}, **self.more}
+        known = {name: getattr(self, name) for name in names}
+        return {**known, "host_seconds": self.time_launches(), **self.more, "error": None}
 
 
 @torch.no_grad()
@@ -115,32 +117,22 @@ def measure_together(
                 results[key] = {"seconds": None, "error": outcome}
             del outcome
             on_progress((len(ready) + len(results)) / len(makers) / 2)
-        timed = partial(_time_together, ready, effort, periods, on_progress)
-        found = attempt(timed, device)
-        if isinstance(found, str):
-            found = {key: {"seconds": None, "error": found} for key in ready}
-        results |= found
+        found = attempt(partial(_time, ready, effort, periods, on_progress), device)
+        failed = {"seconds": None, "error": found}
+        results |= dict.fromkeys(ready, failed) if isinstance(found, str) else found
         ready.clear()
         free_memory(device)
     return results
 
 
-def _time_together(
+def _time(
     ready: dict[_Key, Prepared],
     effort: Effort,
     periods: Mapping[_Key, int] | None,
     on_progress: Callable[[float], None],
 ) -> dict[_Key, Row]:
+    timers = {key: one.time for key, one in ready.items()}
     timings = take_turns(
-        {key: item.time for key, item in ready.items()},
-        effort,
-        periods=periods,
-        on_repeat=lambda share: on_progress(0.5 + share / 2),
+        timers, effort, periods=periods, on_repeat=lambda share: on_progress(0.5 + share / 2)
     )
-    return {
-        key: {
-            **{**timings[key].row(), "host_seconds": item.time_launches()},
-            **{**item.row(), "error": None},
-        }
-        for key, item in ready.items()
-    }
+    return {key: {**timings[key].row(), **one.row()} for key, one in ready.items()}

@@ -28,7 +28,7 @@ class _Region:
     """What the first block of a run leaves for the others."""
 
     decision: Decision
-    kept: int
+    plan: FreePlan
     x: Tensor | None = None
     """The tokens that came in, `[B, N, C]`."""
     first: int = 0
@@ -37,9 +37,6 @@ class _Region:
     """Tokens of the sequence up to the last one of the image."""
     along: dict[str, Any] = field(default_factory=dict)
     """Arguments that lie along the tokens, cut."""
-
-    def plan(self) -> Any:
-        return FreePlan(self.decision.tokens, self.kept, {})
 
 
 def apply_bound(model: nn.Module, patched: nn.Module) -> None:
@@ -53,7 +50,8 @@ def apply_bound(model: nn.Module, patched: nn.Module) -> None:
     assert patch is not None
     decision = patch.decisions[-1]
     [segments] = decision.segments.values()
-    region = _Region(decision, decision.tokens - tokens_removed(segments))
+    kept = decision.tokens - tokens_removed(segments)
+    region = _Region(decision, FreePlan(decision.tokens, kept, {}))
     for module, role in found.sites(patch.settings):
         if isinstance(role, Member):
             module.forward = partial(_run_member, region, role, module.forward)
@@ -67,11 +65,12 @@ def _run_member(
 ) -> Any:
     tokens = role.tokens
     if role.first:
-        plan, decision = region.plan(), region.decision
+        plan: Any = region.plan
+        decision = region.decision
         x = region.x = tokens.take(args, kwargs)
-        region.along = tokens.cut_along(plan, decision, args, kwargs)[0]
+        region.along = tokens.cut_along(plan, decision, args, kwargs)
         start: Any = tokens.start(x.shape[1], decision, args, kwargs) if tokens.joint else 0
-        region.first, region.end = start + region.kept, start + decision.tokens
+        region.first, region.end = start + plan.kept, start + decision.tokens
         if tokens.joint:
             plan = plan.placed(start, x.shape[1])
         args, kwargs = tokens.given(plan.pick(x), args, kwargs)
@@ -95,12 +94,11 @@ def _run_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    tokens, plan = role.tokens, region.plan()
+    tokens, plan = role.tokens, region.plan
     x = tokens.take(args, kwargs)
-    args, kwargs = tokens.replaced(
-        tokens.cut_along(plan, region.decision, args, kwargs)[0], args, kwargs
-    )
+    along = tokens.cut_along(plan, region.decision, args, kwargs)
+    args, kwargs = tokens.replaced(along, args, kwargs)
     if keys_only:
         return inner(*args, **{**kwargs, role.context: plan.pick(x)})
     args, kwargs = tokens.given(plan.pick(x), args, kwargs)
-    return torch.cat([inner(*args, **kwargs), x[:, region.kept :]], dim=1)
+    return torch.cat([inner(*args, **kwargs), x[:, plan.kept :]], dim=1)

@@ -12,32 +12,38 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from bound import apply_bound
-from common import RESULTS, Arguments, Ready, compare
+from common import RESULTS, Arguments, replayed
 from dit_settings import BLOCKS, BLOCKS_GRAPH, RATIOS, SETTINGS, Setting
-from matching import volume_rows
-from torch import Tensor
 
 import tomesd
+from tomesd import Settings
 from tomesd.bench import Effort, RowFile
 from tomesd.bench.calls import Step
 from tomesd.bench.contenders import FREE, OURS, UNPATCHED
 from tomesd.bench.measure import attempt, free_memory, time_calls, time_launches
 from tomesd.bench.models import random_model, shared_copy
-from tomesd.bench.modes import EAGER, GRAPH, Graph, raise_compile_limits, warm_up
+from tomesd.bench.modes import EAGER, GRAPH, raise_compile_limits
 from tomesd.bench.rows import Row
+from tomesd.bench.tables import milliseconds
+from tomesd.bench.together import Prepared, make_ready, measure_together
 from tomesd.generation.memory import MemoryProbe
 from tomesd.hosts import find_models
 from tomesd.patch import patch_of
 from tomesd.planning import make_plan
+from tomesd.segments import cut_grid, plan_segments
+from tomesd.selectors import bipartite, removable
 from tomesd.state import Patch
 
 LABELS = {UNPATCHED: "unpatched", OURS: "ratio", FREE: "bound"}
+SIDES, CHANNELS, FRAMES = (32, 64, 128, 256, 512), (3072, 5120), 16
+"""Of plans that are measured alone: squares of tokens, and videos with as many."""
 
 
 class Runner:
@@ -57,14 +63,14 @@ class Runner:
             options = {"start": 0.0, "end": 1.0, **self.setting.options, "ratio": ratio}
             ways |= {f"{LABELS[kind]} {ratio:g}": (kind, options) for kind in (OURS, FREE)}
         makers = {label: partial(self.prepare, *way) for label, way in ways.items()}
-        results = compare(makers, self.device, None if self.setting.once else effort)
-        for label, (kind, options) in ways.items():
+        for label, found in measure_together(makers, self.device, effort).items():
+            kind, options = ways[label]
             names = {"mode": self.mode, "variant": kind, "label": label, "settings": options}
             dtype = str(self.model.dtype).removeprefix("torch.")
-            yield {**self.setting.row(), "dtype": dtype, **names, **results[label]}
+            yield {**self.setting.row(), "dtype": dtype, **names, **found}
 
-    def prepare(self, kind: str, options: dict[str, Any] | None) -> Ready:
-        probe, own = MemoryProbe(self.device), shared_copy(self.model)
+    def prepare(self, kind: str, options: dict[str, Any] | None) -> Prepared:
+        probe, own, start = MemoryProbe(self.device), shared_copy(self.model), time.perf_counter()
         patched, self.patched = self.patched, None
         if kind == OURS:
             tomesd.apply_patch(own, **(options or {}))
@@ -75,53 +81,41 @@ class Runner:
         if self.mode in (BLOCKS, BLOCKS_GRAPH):
             raise_compile_limits()
             own.compile_repeated_blocks(fullgraph=True, dynamic=False)
-        step, start = Step(own, self.inputs, found=find_models(own)[0]), time.perf_counter()
-        if not self.setting.once:
-            warm_up(step, self.device, calls=1 if self.mode == EAGER else 2)
-        row: Row = {"prepare_seconds": time.perf_counter() - start}
-        row |= self.first_look(step, patch_of(own), probe)
+        step = Step(own, self.inputs, found=find_models(own)[0])
+        how = {"captured": self.mode in (GRAPH, BLOCKS_GRAPH), "warm": not self.setting.once}
+        ready = make_ready(step, own, self.mode, probe, self.device, **how)
+        ready.more = {"prepare_seconds": time.perf_counter() - start}
+        if self.mode == EAGER and (kind == OURS or not self.setting.once):
+            ready.more |= look_closer(step, own)
         if kind == OURS:
             self.patched = own
-        captured = self.mode in (GRAPH, BLOCKS_GRAPH)
-        return Graph(step, self.device) if captured else step, row
-
-    def first_look(self, step: Step, patch: Patch | None, probe: MemoryProbe) -> Row:
-        """What is not a time of the step."""
-        eager, plans, outputs = self.mode == EAGER, [], []
-        if patch is not None and eager:
-            patch.observer = lambda *found: plans.append(found)
-        row: Row = {"peak_mib": probe.peak_mib(lambda: outputs.append(step()))}
-        row["waits"] = count_waits(step, self.device) if eager and not self.setting.once else None
-        row["finite"] = is_finite(outputs.pop())
-        if patch is not None:
-            patch.observer = None
-            row["left_alone"] = not any(decision.merges for decision in patch.decisions)
-            row |= plan_cost(patch, plans, self.model.dtype, self.device) if plans else {}
-        return row
+        return ready
 
 
-def count_waits(call: Callable[[], Any], device: torch.device) -> int | None:
-    """How often the host waits for the GPU in a call; None without a GPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    torch.cuda.set_sync_debug_mode("warn")
+def look_closer(step: Step, model: Any) -> Row:
+    """How often the host waits for a GPU in a call, and what the plans of the call cost."""
+    patch, plans, told = patch_of(model), [], []
+    if patch is not None:
+        patch.observer = lambda *found: plans.append(found)
+    cuda = model.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(model.device)
+        torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            call()
+            step()
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(one.message) for one in told)
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = sum("synchroniz" in str(one.message) for one in told) if cuda else None
+    if patch is None:
+        return {"waits": waits}
+    patch.observer = None
+    return {"waits": waits, **(plan_cost(patch, plans, model) if plans else {})}
 
 
-def is_finite(output: Any) -> bool:
-    while not isinstance(output, Tensor):
-        output = output[0]
-    return bool(output.isfinite().all())
-
-
-def plan_cost(patch: Patch, plans: list[Any], dtype: torch.dtype, device: torch.device) -> Row:
+def plan_cost(patch: Patch, plans: list[Any], model: Any) -> Row:
     """The plans of a call, and the seconds that one takes by itself.
 
     Args:
@@ -129,44 +123,71 @@ def plan_cost(patch: Patch, plans: list[Any], dtype: torch.dtype, device: torch.
     """
     scope, block, plan = plans[-1]
     [segments] = scope.decision.segments.values()
-    x = torch.randn(*plan.slot.shape, patch.outline.levels[0].channels, device=device, dtype=dtype)
+    shape = (*plan.slot.shape, patch.outline.levels[0].channels)
+    x = torch.randn(shape, device=model.device, dtype=model.dtype)
     call = partial(make_plan, scope, block, x, segments)
     call()
     return {
         "plans": len({id(plan) for _, _, plan in plans}),
         "tokens": plan.slot.shape[1],
         "tokens_left": plan.span.shape[1],
-        "plan_seconds": time_calls(call, 5, device),
-        "plan_host_seconds": time_launches(call, device),
+        "plan_seconds": time_calls(call, 5, model.device),
+        "plan_host_seconds": time_launches(call, model.device),
     }
 
 
-def section_rows(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+def model_rows(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Calls of the models in a section."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name == "matching":
-        yield from volume_rows(device, dtype)
-        return
-    effort = Effort(seconds=args.seconds, min_repeats=3, sample_seconds=min(0.1, args.seconds))
+    several = Effort(seconds=args.seconds, min_repeats=3, sample_seconds=min(0.1, args.seconds))
+    once = Effort(seconds=0, min_repeats=1, max_repeats=1)
     settings = [one for one in SETTINGS[name] if args.only in one.name]
-    models: dict[str, Any] = {}
-    for place, setting in enumerate(settings):
-        coming = {one.model for one in settings[place:]}
-        models = {name: model for name, model in models.items() if name in coming}
-        for mode in (mode for mode in setting.modes if args.mode in ("", mode)):
-            free_memory(device)
-            if args.spent() > args.budget:
-                print(f"{setting.name}, {mode}: no time left", flush=True)
-                continue
-            if setting.model not in models:
-                cls = getattr(diffusers, setting.kind)
-                build = partial(random_model, cls, setting.config, device, dtype, 0)
-                models[setting.model] = attempt(build, device)
-            model = models[setting.model]
-            if isinstance(model, str):
-                print(f"{setting.name}: {model}", flush=True)
-                continue
-            yield from Runner(setting, mode, model).rows(effort)
-            torch._dynamo.reset()
+    chosen = [(one, mode) for one in settings for mode in one.modes if args.mode in ("", mode)]
+    for setting, mode in chosen:
+        if args.spent() > args.budget:
+            print(f"{setting.name}, {mode}: no time left", flush=True)
+            continue
+        cls = getattr(diffusers, setting.kind)
+        model = attempt(partial(random_model, cls, setting.config, device, dtype, 0), device)
+        if isinstance(model, str):
+            print(f"{setting.name}: {model}", flush=True)
+            continue
+        yield from Runner(setting, mode, model).rows(once if setting.once else several)
+        torch._dynamo.reset()
+        del model
+        free_memory(device)
+
+
+def plan_rows(device: torch.device) -> Iterator[Row]:
+    """Plans alone, of random tokens; on a GPU, replayed as CUDA graphs."""
+    cuda, ratio = device.type == "cuda", RATIOS[0]
+    dtype = torch.bfloat16 if cuda else torch.float32
+    settings = Settings(ratio=ratio)
+    remove = partial(removable, settings, ratio=ratio)
+    effort = Effort(seconds=0.5, min_repeats=3, sample_seconds=0.02)
+    for side, channels, frames in product(SIDES, CHANNELS, (1, FRAMES)):
+        grid = (1, side, side) if frames == 1 else (frames, side // 4, side // 4)
+        st = 1 if frames == 1 else 2
+        parts = cut_grid(grid, settings.sy, settings.sx, st, settings.search, remove)
+        x = torch.randn(1, side * side, channels, device=device, dtype=dtype)
+        make = partial(plan_segments, x, parts, lambda x, cells, n, _: bipartite(x, cells, n))
+
+        def prepare(make: Callable[[], Any] = make) -> Prepared:
+            make()
+            peak = MemoryProbe(device).peak_mib(make)
+            return Prepared(replayed(make, device), device, peak)
+
+        label = f"{channels} channels"
+        yield {
+            **{"model": "random tokens", "what": "plan", "attention": "none"},
+            "setting": f"{'x'.join(map(str, grid[grid[0] == 1 :]))} tokens",
+            **{"frames": frames, "height": grid[1], "width": grid[2], "images": 1, "batch": 1},
+            **{"tokens": x.shape[1], "channels": channels},
+            "dtype": str(dtype).removeprefix("torch."),
+            **{"mode": GRAPH if cuda else EAGER, "variant": OURS, "label": label},
+            **{"settings": {"ratio": ratio, "st": st}},
+            **measure_together({label: prepare}, device, effort)[label],
+        }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -185,16 +206,11 @@ def main(arguments: list[str] | None = None) -> None:
     file = RowFile(args.out / "dit.jsonl", device)
     for name in args.sections:
         section = name if name == "transformers" else f"transformers-{name}"
-        for row in section_rows(name, args, device):
+        rows = plan_rows(device) if name == "matching" else model_rows(name, args, device)
+        for row in rows:
             file.add({**row, "section": section})
-            print(line(row), f"[{args.spent():.0f} s]", flush=True)
-
-
-def line(row: Row) -> str:
-    told = row["error"] or f"{row['seconds'] * 1e3:.2f} ms"
-    if row.get("host_seconds") is not None:
-        told += f", host {row['host_seconds'] * 1e3:.2f} ms"
-    return f"{row['setting']}, {row['mode']}, {row['label']}: {told}"
+            told = row["error"] or f"{milliseconds(row['seconds'])} ms"
+            print(f"{args.spent():4.0f} s  {row['setting']}, {row['mode']}, {row['label']}: {told}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """What dit.py measures: transformers as published, at sizes that people use."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from tomesd.bench.calls import random_inputs
 from tomesd.bench.modes import EAGER, GRAPH
-from tomesd.hosts.inputs import example_inputs
 
 BLOCKS, BLOCKS_GRAPH = "compile-blocks", "compile-blocks-graph"
 """Each block compiled by `compile_repeated_blocks`; and then captured into a CUDA graph."""
@@ -57,73 +56,62 @@ class Setting:
 
     def inputs(self, model: Any) -> dict[str, Any]:
         """Noise, and positions and masks as they have to be."""
-        pixels, frames = self.scale
-        size = (self.height // pixels, self.width // pixels)
-        inputs = example_inputs(model, size, self.batch, (self.frames - 1) // frames + 1) or {}
-        return {name: _noise(value) for name, value in inputs.items()} | {"return_dict": False}
+        pixels, per_latent = self.scale
+        size, frames = (self.height // pixels, self.width // pixels), self.frames - 1
+        inputs = random_inputs(model, size, self.batch, frames=frames // per_latent + 1)
+        return {**inputs, "return_dict": False}
 
 
-def _noise(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_noise(part) for part in value]
-    is_data = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
-    return torch.randn_like(value) if is_data else value
+def _named(model: str, kind: str, **same: Any) -> Callable[..., Setting]:
+    """Makes settings of a model from height, width and what else they differ in."""
+    return partial(Setting, model, kind, **same)
 
 
-def _flux(side: int, **more: Any) -> Setting:
-    config = {"guidance_embeds": True}
-    return Setting("Flux.1-dev", "FluxTransformer2DModel", side, side, config, **more)
-
-
-def _wan(height: int, width: int, **more: Any) -> Setting:
-    return Setting("Wan 14B", "WanTransformer3DModel", height, width, frames=81, **more)
-
-
-def _pixart(target: str, note: str = "") -> Setting:
-    config = {"caption_channels": 4096, "sample_size": 256, "interpolation_scale": 4}
-    options = {"target": target}
-    return Setting(
-        *("PixArt-Sigma", "PixArtTransformer2DModel", 2048, 2048, config),
-        **{"guidance": True, "options": options, "note": note},
-    )
-
-
-def _ltx(**more: Any) -> Setting:
-    kind = "LTXVideoTransformer3DModel"
-    return Setting("LTX-Video", kind, 512, 768, frames=161, scale=(32, 8), **more)
-
-
-_SD35: dict[str, Any] = {
-    **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
-    **{"in_channels": 16, "out_channels": 16, "pos_embed_max_size": 192, "qk_norm": "rms_norm"},
-}
-
-_ATTENTION = "self-attention only"
+_flux = _named("Flux.1-dev", "FluxTransformer2DModel", config={"guidance_embeds": True})
+_wan = _named("Wan 14B", "WanTransformer3DModel", frames=81)
+_ltx = _named("LTX-Video", "LTXVideoTransformer3DModel", frames=161, scale=(32, 8))
+_hunyuan = _named("HunyuanVideo", "HunyuanVideoTransformer3DModel", frames=129)
+_qwen = _named("Qwen-Image", "QwenImageTransformer2DModel")
+_zimage = _named("Z-Image", "ZImageTransformer2DModel")
+_pixart = _named(
+    "PixArt-Sigma",
+    "PixArtTransformer2DModel",
+    config={"caption_channels": 4096, "sample_size": 256, "interpolation_scale": 4},
+    guidance=True,
+)
+_sd35 = _named(
+    "SD3.5-large",
+    "SD3Transformer2DModel",
+    config={
+        **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
+        **{"in_channels": 16, "out_channels": 16, "pos_embed_max_size": 192, "qk_norm": "rms_norm"},
+    },
+    guidance=True,
+)
+_ATTENTION = {"options": {"target": "attn"}, "note": "self-attention only"}
+_KEYS = {"options": {"target": "kv"}, "note": "keys and values only"}
 
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "transformers": (
-        _flux(1024, modes=(EAGER, GRAPH, BLOCKS, BLOCKS_GRAPH)),
-        _flux(2048),
+        _flux(1024, 1024, modes=(EAGER, GRAPH, BLOCKS, BLOCKS_GRAPH)),
+        _flux(2048, 2048),
         _wan(480, 832),
-        Setting("SD3.5-large", "SD3Transformer2DModel", 1024, 1024, _SD35, guidance=True),
-        Setting("Qwen-Image", "QwenImageTransformer2DModel", 1328, 1328),
-        _ltx(modes=(EAGER, BLOCKS)),
-        Setting("Z-Image", "ZImageTransformer2DModel", 1024, 1024),
-        _pixart("stack"),
-        _flux(1024, images=4),
+        _sd35(1024, 1024),
+        _qwen(1328, 1328),
+        _ltx(512, 768, modes=(EAGER, BLOCKS)),
+        _zimage(1024, 1024),
+        _pixart(2048, 2048, options={"target": "stack"}),
+        _flux(1024, 1024, images=4),
         _wan(720, 1280, once=True),
-        _flux(4096, once=True),
-        Setting(
-            *("HunyuanVideo", "HunyuanVideoTransformer3DModel", 720, 1280),
-            **{"frames": 129, "once": True},
-        ),
+        _flux(4096, 4096, once=True),
+        _hunyuan(720, 1280, once=True),
     ),
     "attention": (
-        _wan(480, 832, options={"target": "attn"}, note=_ATTENTION),
-        _ltx(options={"target": "attn"}, note=_ATTENTION),
-        _pixart("attn", _ATTENTION),
-        _pixart("kv", "keys and values only"),
+        _wan(480, 832, **_ATTENTION),
+        _ltx(512, 768, **_ATTENTION),
+        _pixart(2048, 2048, **_ATTENTION),
+        _pixart(2048, 2048, **_KEYS),
     ),
     # The host waits for the timestep in each call, if what is merged depends on it.
-    "time": (_flux(1024, options={"end": 0.999}, note="timestep read"),),
+    "time": (_flux(1024, 1024, options={"end": 0.999}, note="timestep read"),),
 }

@@ -10,155 +10,101 @@ decides, it then decides for all of them together.
 """
 
 import argparse
-import copy
-import itertools
 import re
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import compose_scenes  # noqa: F401  (it puts demo_model/training on the path)
-import front_caches
 import numpy as np
 import tomesd_demo_model
 import torch
 import torch.nn.functional as F
 from common import RESULTS, Arguments
-from diffusers import FluxPipeline
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from flow import pack, unpack
-from front_judge import Judge
+from compose_scenes import compose
+from front_model import USUAL, Model
 from front_ways import WAYS, Way
 from PIL import Image
-from sampling import first_noise
 from torch import Tensor
 
-import tomesd
 from tomesd.bench import RowFile
 from tomesd.bench.measure import attempt
 from tomesd.bench.rows import Row
+from tomesd.evaluation.distances import fid_estimate, kid_estimate, kid_shares
+from tomesd.evaluation.estimates import Array, Estimate, mean_estimate
+from tomesd.evaluation.metrics import paired_scores
+from tomesd.evaluation.networks import Inception, Lpips
 from tomesd.generation.comparison import label_grid
-from tomesd.generation.loading import denoiser, load_pipeline
-from tomesd.generation.sampling import set_scheduler
 from tomesd.machine import synchronize
 
 SHOWN, COLUMNS = 256, 8
 """Side of the images on the sheet, and how many of them a row has."""
 TOLD = ("speedup", "work", "lpips", "kid", "kid_change")
 """Fields of a row that are printed."""
-USUAL = {
-    "transformer": {"pixels": 512, "steps": 28, "guidance": 4.0, "number": "bfloat16"},
-    "unet": {"pixels": 256, "steps": 20, "guidance": 5.0, "number": "float16"},
-}
+FEWEST_FOR_KID, FEWEST_FOR_FID = 50, 500
 
 
-class Model:
-    """An embedded model in the plain loop of its pipeline."""
+class Judge:
+    """Compares images with the unmerged ones, and with composed scenes."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        cpu = args.device == "cpu"
-        number = "float32" if cpu else USUAL[args.model]["number"]
-        self.pipe = load_pipeline(args.model, device=args.device, dtype=number)
-        set_scheduler(self.pipe, args.scheduler)
-        self.pipe.vae.float()  # what is measured is the model, not the decoder's rounding
-        self.device, self.dtype = denoiser(self.pipe).device, denoiser(self.pipe).dtype
-        self.guidance, self.pixels = args.guidance, args.pixels
-        self.is_unet = args.model == "unet"
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        # Stored in half precision, they are smaller to carry to a GPU.
+        self.lpips = Lpips(path=args.lpips).float().to(device)
+        self.inception = Inception(args.inception).float().to(device)
+        self.device = device
+        self.scenes: Tensor | None = None
+        if args.sprites:
+            parts = compose(args.sprites, args.scenes, args.pixels, device)
+            self.scenes = torch.cat([self.features(part) for part in parts])
+        self.unmerged: tuple[Tensor, Tensor | None] | None = None
 
-    def encode(self, captions: list[str]) -> tuple[Tensor, ...]:
-        """What the model is told, without the captions and then with them."""
-        empty = [""] * len(captions)
-        if self.is_unet:
-            told = self.pipe.encode_prompt(captions, self.device, 1, True, empty)
-            return (torch.cat(told[::-1]),)
-        return tuple(self.pipe.encode_prompt(prompt=empty + captions, prompt_2=None)[:2])
+    def features(self, images: Tensor) -> Tensor:
+        """[N, 2048] of images [N, 3, H, W] of uint8"""
+        return torch.cat([self.inception(part.to(self.device)) for part in images.split(64)])
 
-    def noise(self, seeds: range) -> Tensor:
-        """[B, 4, side, side] in float32"""
-        return torch.cat([first_noise(s, self.pixels // 4) for s in seeds]).to(self.device)
-
-    def loop(self, model: Any, told: tuple[Tensor, ...], noise: Tensor, steps: int) -> Tensor:
-        """Latents of the shape of the noise."""
-        run = self._unet_loop if self.is_unet else self._flow_loop
-        return run(model, told, noise, steps)
-
-    def _flow_loop(self, model: Any, told: Any, noise: Tensor, steps: int) -> Tensor:
-        """Euler steps between the noise levels of FluxPipeline."""
-        x, grid = pack(noise), noise.shape[-1] // 2
-        ids = FluxPipeline._prepare_latent_image_ids(1, grid, grid, x.device, self.dtype)
-        scheduler = self.pipe.scheduler
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        shift = calculate_shift(x.shape[1], *(scheduler.config[name] for name in names))
-        scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=shift)
-        for now, after in itertools.pairwise(scheduler.sigmas.to(x.device)):
-            with model.cache_context("cond_uncond"):
-                v = model(
-                    hidden_states=x.to(self.dtype).repeat(2, 1, 1),
-                    encoder_hidden_states=told[0],
-                    pooled_projections=told[1],
-                    timestep=now.expand(2 * len(x)),
-                    img_ids=ids,
-                    txt_ids=ids.new_zeros(told[0].shape[1], 3),
-                    return_dict=False,
-                )[0]
-            x = x + (after - now) * self._guided(v)
-        return unpack(x)
-
-    def _unet_loop(self, model: Any, told: Any, noise: Tensor, steps: int) -> Tensor:
-        scheduler, x = self.pipe.scheduler, noise
-        scheduler.set_timesteps(steps, device=x.device)
-        for t in scheduler.timesteps:
-            v = model(x.to(self.dtype).repeat(2, 1, 1, 1), t, told[0], return_dict=False)[0]
-            x = scheduler.step(self._guided(v), t, x, return_dict=False)[0]
-        return x
-
-    def _guided(self, prediction: Tensor) -> Tensor:
-        plain, wanted = prediction.float().chunk(2)
-        return plain + self.guidance * (wanted - plain)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """[B, 3, H, W] of uint8"""
-        scale = self.pipe.vae.config.scaling_factor
-        parts = [self.pipe.vae.decode(part / scale).sample for part in latents.split(8)]
-        return ((torch.cat(parts).clamp(-1, 1) + 1) * 127.5).round().byte()
-
-    @contextmanager
-    def changed(self, way: Way, steps: int) -> Iterator[Any]:
-        """The model that makes images in this way."""
-        model = denoiser(self.pipe)
-        if way.cache == "deep":
-            with front_caches.deep_cache(self.pipe, way.options):
-                yield model
-        elif way.cache:
-            model = copy.deepcopy(model)  # hooks leave traces in the modules they were on
-            told = self.encode(tomesd_demo_model.held_out_captions()[:8])
-
-            def calibrate(model: Any) -> None:
-                self.loop(model, told, self.noise(range(8)), steps)
-
-            model.enable_cache(front_caches.config(way.cache, way.options, model, steps, calibrate))
-            yield model
-        elif way.options:
-            with tomesd.patched(self.pipe, when="always", **way.options):
-                yield model
+    def scores(self, images: Tensor) -> tuple[Row, dict[str, Array]]:
+        """Estimates, and what they are worked out from. The first images are the unmerged ones."""
+        kept: dict[str, Array] = {}
+        features = self.features(images) if len(images) >= FEWEST_FOR_KID else None
+        unmerged, base = self.unmerged or (None, None)
+        if unmerged is None:
+            self.unmerged = images, features
         else:
-            yield model
+            pairs = zip(images.split(16), unmerged[: len(images)].split(16), strict=True)
+            parts = [paired_scores(one, other, self.lpips) for one, other in pairs]
+            kept = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        found = {name: mean_estimate(values) for name, values in kept.items()}
+        if features is not None:
+            kept["features"] = features.half().cpu().numpy()
+            found |= self._distances(features, None if base is None else base[: len(images)])
+        return {k: v for name, one in found.items() for k, v in one.fields(name).items()}, kept
+
+    def _distances(self, features: Tensor, unmerged: Tensor | None) -> dict[str, Estimate]:
+        """Intervals are bootstraps over images; scenes are taken as given.
+
+        `kid_change` is how much KID to the scenes rises over that of the unmerged images of the
+        same captions and seeds: much surer than either.
+        """
+        found = {}
+        if unmerged is not None:
+            found["kid_unmerged"] = kid_estimate(features, unmerged, paired=True)
+        if self.scenes is not None:
+            found["kid"] = kid_estimate(features, self.scenes)
+            if unmerged is not None:
+                mine, base = (kid_shares(one, self.scenes) for one in (features, unmerged))
+                found["kid_change"] = mean_estimate(mine - base)
+            if len(features) >= FEWEST_FOR_FID:
+                found["fid"] = fid_estimate(features, self.scenes)
+        return found
 
 
 @torch.no_grad()
-def make(model: Model, way: Way, count: int, args: argparse.Namespace) -> tuple[Tensor, Row]:
+def make(model: Model, way: Way, args: argparse.Namespace) -> tuple[Tensor, Row]:
     """Images [N, 3, H, W] of uint8, and what they took."""
+    count, steps = (max(1, round(n)) for n in (way.share * args.images, way.steps * args.steps))
     captions = tomesd_demo_model.held_out_captions()[:count]
-    steps = max(1, round(way.steps * args.steps))
     images, seconds = [], []
-    with (
-        front_caches.counted_tokens(denoiser(model.pipe)) as counted,
-        model.changed(way, steps) as changed,
-    ):
+    with model.counted_tokens() as counted, model.changed(way, steps) as changed:
         counted[0] = 0  # what was made to calibrate does not count
         for first in range(0, count, args.batch):
             seeds = range(first, min(first + args.batch, count))
@@ -193,9 +139,10 @@ def run(args: argparse.Namespace) -> list[str]:
     chosen = [way for way in WAYS[args.model] if re.search(args.rows, way.label)]
     problems, strips, base = [], {}, None
 
-    def made_and_judged(way: Way) -> tuple[Tensor, Row, Row, dict[str, Any]]:
-        images, took = make(model, way, max(1, round(way.share * args.images)), args)
-        return images, took, *judge.scores(images)
+    def made_and_judged(way: Way) -> tuple[Row, dict[str, Array], list[Image.Image]]:
+        images, took = make(model, way, args)
+        scores, kept = judge.scores(images)
+        return {"images": len(images), **took, **scores}, kept, shrunk(images)
 
     for number, way in enumerate([Way("unmerged", "unmerged"), *chosen]):
         late = args.spent() > args.budget
@@ -206,17 +153,15 @@ def run(args: argparse.Namespace) -> list[str]:
             if base is None:
                 break
             continue
-        images, took, scores, kept = outcome
-        base = base or took
-        row = {**identity(way, model, args), "images": len(images), **took, **scores}
-        row["speedup"] = base["seconds_per_image"] / took["seconds_per_image"]
-        row["work"] = took["block_tokens"] and took["block_tokens"] / base["block_tokens"]
+        found, kept, strips[way.label] = outcome
+        base = base or found
+        row = {**identity(way, model, args), **found}
+        row["speedup"] = base["seconds_per_image"] / found["seconds_per_image"]
+        row["work"] = found["block_tokens"] and found["block_tokens"] / base["block_tokens"]
         file.add(row)
         np.savez(args.out / f"{number:02d}-{re.sub(r'[^A-Za-z0-9.]+', '-', way.label)}.npz", **kept)
-        strips[way.label] = shrunk(images)
         told = [f"{name} {row[name]:.4g}" for name in TOLD if row.get(name) is not None]
         print(f"{args.spent():4.0f} s  {way.label}: {', '.join(told)}", flush=True)
-        del images, outcome
     if strips:
         sheet = label_grid([*strips.values()], [""] * COLUMNS, [*strips])
         sheet.save(args.out / "sheet.jpg", quality=85)
@@ -228,7 +173,7 @@ def identity(way: Way, model: Model, args: argparse.Namespace) -> Row:
     return {
         **{"section": "front", "setting": way.family, "model": f"embedded {args.model}"},
         **{"what": "images", "height": args.pixels, "width": args.pixels, "batch": args.batch},
-        **{"all_steps": args.steps, "guidance": args.guidance, "scheduler": args.scheduler},
+        **{"all_steps": args.steps, "guidance": args.guidance, "scheduler": "own"},
         **{"dtype": str(model.dtype).removeprefix("torch."), "attention": "default"},
         **{"mode": "eager", "variant": way.variant, "label": way.label, "settings": way.options},
         "reference_scenes": args.scenes if args.sprites else None,
@@ -242,7 +187,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--pixels", type=int, help="of a side; 512 on the transformer, 256 on the UNet")
     add("--steps", type=int, help="of unmerged images; 28 on the transformer, 20 on the UNet")
     add("--guidance", type=float, help="4 on the transformer, 5 on the UNet")
-    add("--scheduler", choices=["own", "ddim", "plms"], default="own")
     add("--images", type=int, default=512, help="of the most important rows; others have fewer")
     add("--batch", type=int, default=32, help="images made together")
     add("--rows", default="", help="regular expression that labels must match")

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from tomesd.presets import MERGING_PRESETS
-
 __all__ = ["WAYS", "Way"]
 
 Options = dict[str, Any]
@@ -161,13 +159,11 @@ def unet_reuse(every: int, start: float, **merging: Any) -> Way:
     return Way("merging, reuse", label, options, share=1)
 
 
-def presets(options: dict[str, Options]) -> list[Way]:
-    return [Way("presets", f"preset {name}", dict(chosen)) for name, chosen in options.items()]
-
-
 UNET = [
     merged("merged .5", share=1, ratio=0.5),
-    *presets(MERGING_PRESETS),
+    merged("kv 0.75, window 8", 1, target="kv", ratio=0.75, window=8),
+    merged("kv 0.5, proportional", 1, target="kv", ratio=0.5, proportional=True),
+    merged("stack 0.5, end 0.7", 1, **stack(0.7)),
     unet_reuse(2, 0.25),
     deep(2),
     fewer(0.75, share=1),

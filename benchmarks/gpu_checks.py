@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 from common import replayed
+from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 import tomesd
 from tomesd import kernels
-from tomesd.kernels import Cells, Draw, Request, draw_key, draw_offsets, reference
+from tomesd.bench.models import random_model
+from tomesd.kernels import Cells, draw_key, draw_offsets, reference
 from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite
 
-KEY, TIME = draw_key(3, 1), 500.0
+KEY, TIMES = draw_key(3, 1), torch.full((2,), 500.0)
 
 
 class CheckError(SystemExit):
@@ -37,16 +39,6 @@ def require(condition: bool | Tensor, message: str) -> None:
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
     # Drawn on the CPU: the same whatever the device.
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def make_plan(metric: Tensor, cells: Cells, remove: int, step: int = 0) -> MergePlan:
-    plan = MergePlan.empty(
-        metric.shape[0], cells.tokens, cells.tokens - remove, metric.device, True
-    )
-    timestep = torch.full((2,), TIME, device=metric.device)[step : step + 1]
-    request = Request(cells, remove, Draw(timestep, KEY))
-    kernels.match_tokens(metric, request, plan.lists, triton=True)
-    return plan
 
 
 def problems(device: torch.device) -> Iterator[tuple[torch.dtype, int, Cells]]:
@@ -70,13 +62,13 @@ def check_kernels(device: torch.device) -> None:
         x = random(2, cells.tokens, channels, dtype=dtype, device=device)
         remove = cells.removable(0.5)
         # The timestep may lie anywhere in a list.
-        plans = [make_plan(x, cells, remove, step=run % 2) for run in range(5)]
+        where = [{"timestep": TIMES.to(device)[run % 2 :][:1], "key": KEY} for run in range(5)]
+        plans = [bipartite(x, cells, remove, backend="triton", **one) for one in where]
         runs = [(plan.slot, plan.order, plan.span, plan.merge(x)) for plan in plans]
         same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
         require(same, f"{name}: other bits in another run")
         require_plan_of_float64(plans[0], x, cells, remove, f"plan of {name}")
-        where: dict[str, Any] = {"timestep": torch.tensor([TIME], device=device), "key": KEY}
-        exact = bipartite(x.double(), cells, remove, backend="reference", **where)
+        exact = bipartite(x.double(), cells, remove, backend="reference", **where[0])
         count, tokens = count + 1, tokens + exact.slot.numel()
         moved += int((plans[0].slot != exact.slot).sum())
         worst = max(worst, require_exact_merging(plans[0], x, name))
@@ -91,8 +83,7 @@ def require_plan_of_float64(
     plan: MergePlan, metric: Tensor, cells: Cells, remove: int, name: str
 ) -> None:
     batch, windows = metric.shape[0], cells.windows
-    time = torch.tensor([TIME], device=metric.device)
-    offsets = draw_offsets(cells.count, cells.choices, KEY, time)
+    offsets = draw_offsets(cells.count, cells.choices, KEY, TIMES[:1].to(metric.device))
     src, dst = (index.expand(batch, -1, -1) for index in cells.split(offsets))
     unit = torch.nn.functional.normalize(metric.double(), dim=-1)
     rows, columns = (
@@ -151,44 +142,37 @@ def require_exact_merging(plan: MergePlan, x: Tensor, name: str) -> float:
     return worst
 
 
-def make_unet(device: torch.device) -> Any:
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+def make_unet(device: torch.device) -> tuple[Any, Tensor, Tensor]:
+    """A small UNet, latents `[6, 2, 4, side, side]` for six steps, and a text."""
+    config = {
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         **{"block_out_channels": (64, 128), "layers_per_block": 1, "norm_num_groups": 8},
         **{"cross_attention_dim": 64, "attention_head_dim": 4},
-    )
-    return unet.to(device, torch.float16 if device.type == "cuda" else torch.float32).eval()
+    }
+    large = device.type == "cuda"
+    dtype, side = (torch.float16, 32) if large else (torch.float32, 8)
+    unet = random_model(UNet2DConditionModel, config, device, dtype, seed=0)
+    shapes = (6, 2, 4, side, side), (2, 7, 64)
+    return unet, *(random(*shape, dtype=dtype, device=device) for shape in shapes)
 
 
 @torch.no_grad()
 def check_graphs(device: torch.device) -> None:
     """A CUDA graph replays what eager mode computes, over the steps of two images."""
-    plain = make_unet(device)
-    dtype, size = plain.dtype, 32 if device.type == "cuda" else 8
+    plain, latents, text = make_unet(device)
     # Two images, the second beginning before the first one's plan has served its calls.
     times = (900.0, 700.0, 500.0, 800.0, 600.0, 400.0)
-    noise = [
-        random(2, 4, size, size, dtype=dtype, device=device, seed=i) for i in range(len(times))
-    ]
-    text = random(2, 7, 64, dtype=dtype, device=device)
     for share, selector in (("block", "bipartite"), ("steps", "bipartite"), ("steps", "kmeans")):
-        options: dict[str, Any] = {"share": share, "refresh": 2, "when": "always"}
-        options["selector"] = selector
-        eager, captured = (
-            tomesd.apply_patch(copy.deepcopy(plain), 0.5, backend="triton", **options)
-            for _ in range(2)
-        )
-        sample, timestep = noise[0].clone(), torch.tensor(times[0], device=device)
+        options: dict[str, Any] = {"share": share, "refresh": 2, "selector": selector}
+        eager, captured = (merged(plain, "triton", **options) for _ in range(2))
+        sample, timestep = latents[0].clone(), torch.tensor(times[0], device=device)
         replay = replayed(lambda m=captured, s=sample, t=timestep: m(s, t, text).sample, device)
-        for step, given in zip(times, noise, strict=True):
+        name = f'{selector}, share="{share}"'
+        for step, given in zip(times, latents, strict=True):
             sample.copy_(given)
             timestep.fill_(step)
             expected = eager(given, torch.tensor(step, device=device), text).sample
-            name = f'{selector}, share="{share}"'
             same = torch.equal(replay(), expected)
             require(same, f"{name}, timestep {step:g}: the graph differs from eager mode")
         moved = (plain(given, timestep, text).sample - expected).abs().max()
@@ -199,23 +183,20 @@ def check_graphs(device: torch.device) -> None:
 @torch.no_grad()
 def check_model(device: torch.device) -> None:
     """A merged model is the same with the fast kernels as with the reference."""
-    plain = make_unet(device)
-    side = 32 if device.type == "cuda" else 8
-    latents = random(2, 4, side, side, dtype=plain.dtype, device=device)
-    text = random(2, 7, 64, dtype=plain.dtype, device=device)
-    options: dict[str, Any] = {"max_downsample": 2, "merge_mlp": True, "when": "always"}
-    unmerged = plain(latents, 500, text).sample.float()
-    fast, slow = (
-        tomesd.apply_patch(copy.deepcopy(plain), 0.5, backend=backend, **options)(
-            latents, 500, text
-        ).sample.float()
-        for backend in ("triton", "reference")
-    )
+    plain, latents, text = make_unet(device)
+    options: dict[str, Any] = {"max_downsample": 2, "merge_mlp": True}
+    models = plain, *(merged(plain, one, **options) for one in ("triton", "reference"))
+    unmerged, fast, slow = (model(latents[0], 500, text).sample.float() for model in models)
     require(torch.isfinite(fast).all(), "the output of a merged model is not finite")
     error, effect = ((out - slow).norm() / slow.norm() for out in (fast, unmerged))
     print(f"check: fast kernels to reference {error:.2e}, unmerged to merged {effect:.2e}")
     # Where two matches are equally good to half precision, either is right.
     require(error <= 0.5 * effect, "a model with the fast kernels differs from the reference")
+
+
+def merged(plain: Any, backend: str, **options: Any) -> Any:
+    """A copy of the model that merges half of the tokens."""
+    return tomesd.apply_patch(copy.deepcopy(plain), 0.5, backend=backend, when="always", **options)
 
 
 def check_gpu(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Counts the operations of models as published, merged and with steps left out. Measures no time.
 
-    python benchmarks/operations.py [--rows SDXL]
+python benchmarks/operations.py [--rows SDXL]
 """
 
 import re

@@ -4,7 +4,7 @@
 
 The models are outlines: they are built without weights, on no device. For each setting that has
 been measured, the rule is asked with the rates of the H200 and the time that its host took to start
-kernels then, where the rows have it. Rows go to rule.jsonl.
+kernels then, where the rows have it. Rows go to rule.jsonl, in place of those of the last time.
 """
 
 import argparse
@@ -17,10 +17,9 @@ from typing import Any
 from unittest import mock
 
 import diffusers
-import dit_settings
 import torch
-from cases import NAMES
 from common import RESULTS
+from dit_settings import BLOCKS, SETTINGS
 
 import tomesd
 from tomesd import policy, rule
@@ -29,19 +28,18 @@ from tomesd.bench.rows import Row, read_rows
 from tomesd.bench.tables import comparisons
 from tomesd.files import json_lines, write_text
 from tomesd.layout import Layout, LayoutPart
-from tomesd.machine import Launcher, Machine
+from tomesd.machine import Machine
 from tomesd.patch import patch_of, role_of
 from tomesd.regions.model import fullness
 from tomesd.rule import Verdict
 from tomesd.settings import Settings
-from tomesd.state import Call, Patch
+from tomesd.state import Call
 
-KERNEL = 2.5e-6
 # Memory: a copy on that machine. Linear layers and attention: such that the unpatched UNets, in
 # CUDA graphs, take what was measured; a large product ran at 788 Tflop/s there.
-H200 = Machine(600e12, 380e12, 4.3e12, 5e-6, KERNEL)
+H200 = Machine(operations=600e12, attention=380e12, bytes=4.3e12, launch=5e-6, kernel=2.5e-6)
 # Published rates: dense half precision with sums in single precision, and memory. What layers and
-# attention reach of the first is taken to be what they reach on the H200, whose rate is 989.
+# attention reach of the first is taken to be what they reach on the H200, whose rate is 989e12.
 PUBLISHED = {
     "RTX 3060": (51e12 / 2, 360e9),
     "RTX 4090": (330e12 / 2, 1008e9),
@@ -49,17 +47,12 @@ PUBLISHED = {
     "RTX 5090": (419e12 / 2, 1792e9),
 }
 LAUNCHES = (5e-6, 50e-6)
-LAUNCHERS: dict[str, Launcher] = {"eager": "eager", "compile": "compiled"}
-LAUNCHERS[dit_settings.BLOCKS] = "compiled"
+"""Assumed where the host's time was not measured: of a quick and of a slow host."""
+LAUNCHERS = {"eager": "eager", "compile": "compiled", BLOCKS: "compiled"}
+"""Who starts kernels, by mode; in all others it is a CUDA graph."""
 # Transformers that make a token of 2x2 latent pixels, and that have no blocks of UNets.
 MODELS = ("Flux.1-dev", "SD3.5-large", "Qwen-Image", "Wan 14B")
-TRANSFORMERS = {
-    one.name: one for one in dit_settings.SETTINGS["transformers"] if one.model in MODELS
-}
-SIMULATED = (
-    *(("sd15", side, images) for side in (512, 1024) for images in (1, 8)),
-    *(("sdxl", 1024, images) for images in (1, 8)),
-)
+TRANSFORMERS = {one.name: one for one in SETTINGS["transformers"] if one.model in MODELS}
 
 
 @functools.cache
@@ -72,18 +65,17 @@ def outline_of(name: str) -> Any:
         return getattr(diffusers, setting.kind)(**setting.config)
 
 
-def ask(row: Row, settings: Row, machine: Machine, launcher: Launcher) -> Verdict:
-    """What the rule says about a call of a model."""
+def ask(row: Row, settings: Row, launch: float, machine: Machine = H200) -> Verdict:
+    """What the rule says about a call of a model on a host that takes so long for a kernel."""
     model, dtype = outline_of(row["model"]), getattr(torch, row["dtype"])
     options = {k: v for k, v in settings.items() if k in Settings.__dataclass_fields__}
     tomesd.apply_patch(model, **{**options, "when": "if_faster"})
     patch, size = patch_of(model), (row["height"] // 8, row["width"] // 8)
-    assert isinstance(patch, Patch)
     call = Call(patch, patch.settings, size, fullness=fullness(row["batch"], {}))
+    known = {"machine_of": replace(machine, launch=launch), "find_launcher": launcher_of(row)}
     with (
-        mock.patch.object(rule, "machine_of", lambda *_: machine),
-        mock.patch.object(rule, "find_launcher", lambda _: launcher),
-        mock.patch.object(rule.kernels, "use_triton", lambda *_: True),
+        mock.patch.multiple(rule, **{name: mock.Mock(return_value=v) for name, v in known.items()}),
+        mock.patch.object(rule.kernels, "use_triton", return_value=True),
     ):
         if row["model"] in ARCHITECTURES:
             heads = 8 if row["attention"] == "eager" else 0
@@ -94,43 +86,40 @@ def ask(row: Row, settings: Row, machine: Machine, launcher: Launcher) -> Verdic
             grid = ((setting.frames - 1) // setting.scale[1] + 1, size[0] // 2, size[1] // 2)
             part = LayoutPart.on(grid)
             x = torch.empty(row["batch"], part.tokens, 1, dtype=dtype, device="meta")
-            role: Any = role_of(model)
-            policy.decide_layout(call, Layout(size, grid, (part,)), role.merging, x)
-    assert call.verdict is not None
+            policy.decide_layout(call, Layout(size, grid, (part,)), role_of(model).merging, x)
     return call.verdict
+
+
+def launcher_of(row: Row) -> str:
+    return LAUNCHERS.get(row["mode"], "graph")
 
 
 def measured(out: Path) -> Iterator[Row]:
     """The rule's answers for all settings that have been measured."""
     rows = [r for name in ("gpu", "compiled", "dit") for r in read_rows(out / f"{name}.jsonl")]
-    steps = [row for row in rows if row["what"] == "step" and is_known(row)]
+    known = {*ARCHITECTURES, *TRANSFORMERS}
+    steps = [r for r in rows if r["what"] == "step" and {r["model"], r["setting"]} & known]
     hosts = launches_by_run(steps)
     for found in comparisons(steps):
         base = found.find("unpatched")
         if base is None or base["seconds"] is None:
             continue
-        launcher = LAUNCHERS.get(base["mode"], "graph")
-        known = hosts.get((base["run"], base["mode"]))
-        launches = (known,) if known else LAUNCHES
-        for row in (row for row in found if row["variant"] == "tomesd" and row["seconds"]):
-            for launch in launches if launcher != "graph" else (0.0,):
-                verdict = ask(row, row["settings"], replace(H200, launch=launch), launcher)
-                yield {
-                    **{k: row[k] for k in ("section", "setting", "label", "mode", "batch")},
-                    **{"ratio": row["settings"]["ratio"], "machine": "NVIDIA H200"},
-                    **{"launch": launch, "launch_measured": bool(known)},
-                    **{"merges": any(verdict.pays), "expected": verdict.gain},
-                    # Rows that were left alone do not tell how long merging takes.
-                    "measured": None if row.get("left_alone") else found.speedup(row),
-                    # By how much the gain may be off, from the spreads of the two times.
-                    "noise": sum(one["spread"] / one["seconds"] for one in (base, row)),
-                    "measured_run": row["run"],
-                }
-
-
-def is_known(row: Row) -> bool:
-    """Whether the rule can be asked about the model of a row."""
-    return row["model"] in ARCHITECTURES or row["setting"] in TRANSFORMERS
+        host = hosts.get((base["run"], base["mode"]))
+        launches = (host,) if host else LAUNCHES if base["mode"] in LAUNCHERS else (0.0,)
+        merged = [row for row in found if row["variant"] == "tomesd" and row["seconds"]]
+        for row, launch in itertools.product(merged, launches):
+            verdict = ask(row, row["settings"], launch)
+            yield {
+                **{k: row[k] for k in ("section", "setting", "label", "mode", "batch")},
+                **{"ratio": row["settings"]["ratio"], "machine": "NVIDIA H200"},
+                **{"launch": launch, "launch_measured": host is not None},
+                **{"merges": any(verdict.pays), "expected": verdict.gain},
+                # Rows that were left alone do not tell how long merging takes.
+                "measured": None if row.get("left_alone") else found.speedup(row),
+                # By how much the gain may be off, from the spreads of the two times.
+                "noise": sum(one["spread"] / one["seconds"] for one in (base, row)),
+                "measured_run": row["run"],
+            }
 
 
 def launches_by_run(rows: list[Row]) -> dict[tuple[str, str], float]:
@@ -142,8 +131,7 @@ def launches_by_run(rows: list[Row]) -> dict[tuple[str, str], float]:
     for row in rows:
         if row["variant"] == "unpatched" and row.get("host_seconds") and row["mode"] in LAUNCHERS:
             # A host that takes a second for a kernel takes as many seconds as there are kernels.
-            slow = replace(H200, launch=1.0)
-            kernels = ask(row, {"ratio": 0.5}, slow, LAUNCHERS[row["mode"]]).before
+            kernels = ask(row, {"ratio": 0.5}, launch=1.0).before
             key = (row["run"], row["mode"])
             found[key] = min(found.get(key, 1.0), row["host_seconds"] / kernels)
     return found
@@ -152,37 +140,38 @@ def launches_by_run(rows: list[Row]) -> dict[tuple[str, str], float]:
 def elsewhere() -> Iterator[Row]:
     """The rule's answers on other GPUs, at default settings, in eager mode."""
     options = {"ratio": 0.5, "start": 0.0, "end": 1.0}
-    for case, (name, (peak, memory)) in itertools.product(cases(), PUBLISHED.items()):
+    for (name, (peak, memory)), launch in itertools.product(PUBLISHED.items(), LAUNCHES):
         share = peak / 989e12
-        for launch in LAUNCHES:
-            rates = {"operations": H200.operations * share, "attention": H200.attention * share}
-            machine = replace(H200, **rates, bytes=memory, launch=launch)
-            verdict = ask(case, options, machine, "eager")
+        rates = {"operations": H200.operations * share, "attention": H200.attention * share}
+        for one in simulated():
+            verdict = ask(one, options, launch, replace(H200, **rates, bytes=memory))
             yield {
-                **{"section": "rule elsewhere", "setting": case["setting"]},
+                **{"section": "rule elsewhere", "setting": one["setting"]},
                 **{"machine": name, "launch": launch, "simulated": True},
                 **{"merges": any(verdict.pays), "expected": verdict.gain},
             }
 
 
-def cases() -> Iterator[Row]:
-    for model, side, images in SIMULATED:
-        title = f"{NAMES[model]} {side} px, {images} images"
-        yield {
-            **{"setting": title, "model": model, "height": side, "width": side},
-            **{"batch": 2 * images, "dtype": "float16", "attention": "sdpa"},
-        }
+def simulated() -> Iterator[Row]:
+    """Settings that other GPUs are asked about."""
+    for (model, side), images in itertools.product(
+        (("sd15", 512), ("sd15", 1024), ("sdxl", 1024)), (1, 8)
+    ):
+        name = {"sd15": "SD1.5", "sdxl": "SDXL"}[model]
+        known = {"setting": f"{name} {side} px, {images} images", "model": model, "mode": "eager"}
+        size = {"height": side, "width": side, "batch": 2 * images}
+        yield {**known, **size, "dtype": "float16", "attention": "sdpa"}
     for one in TRANSFORMERS.values():
         if one.images == 1:
-            yield {**one.row(), "dtype": "bfloat16"}
+            yield {**one.row(), "dtype": "bfloat16", "mode": "eager"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
-    args = parser.parse_args()
-    rows = [*measured(args.out), *elsewhere()]
-    write_text(args.out / "rule.jsonl", json_lines(rows))
+    out = parser.parse_args().out
+    rows = [*measured(out), *elsewhere()]
+    write_text(out / "rule.jsonl", json_lines(rows))
     print(f"{len(rows)} answers")
 
 

@@ -1,44 +1,52 @@
 """The benchmarks measure what the tables in the documents show."""
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import front
-import front_judge
-import hires
-import matching
 import numpy as np
 import pytest
 import quality
 import rule
+import speed
 import torch
-from cases import CASES
+from doc_tables.quality import PRESET_ROWS
 from front_ways import WAYS
 
-from tomesd.bench import load_subject
 from tomesd.bench.rows import read_rows
+from tomesd.evaluation import Variant
+from tomesd.evaluation.variants import patched_with
 from tomesd.files import json_lines
 from tomesd.generation import load_pipeline, sample
 from tomesd.patch import patch_of
-from tomesd.presets import MERGING_PRESETS
+from tomesd.presets import PRESETS
+from tomesd.settings import Settings
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("table", [name for name in CASES if not name.startswith("compile")])
-def test_cases_are_those_of_the_rows(table: str) -> None:
-    rows = [row for name in ("gpu", "cpu") for row in read_rows(RESULTS / f"{name}.jsonl")]
-    measured = {
-        (row["setting"], row["mode"], row["variant"], row["label"])
-        for row in rows
-        if row["section"] == table
-    }
-    cases = CASES[table]("a folder")
-    wanted = {(c.setting, c.mode, v.kind, str(v)) for c in cases for v in c.contenders}
-    assert wanted == measured
+@pytest.mark.parametrize("section", speed.SECTIONS)
+def test_a_section_is_timed_again_with_the_settings_of_its_rows(section: str) -> None:
+    def identity(names: tuple[Any, ...], settings: dict[str, Any] | None) -> str:
+        return json.dumps([*names, settings and settings["ratio"]])
+
+    rows = [row for row in speed.MEASURED[speed.SECTIONS[section]] if row["section"] == section]
+    names = ("setting", "mode", "variant", "label")
+    measured = {identity(tuple(row[name] for name in names), row["settings"]) for row in rows}
+    cases = speed.cases(section, "a folder")
+    contenders = [
+        (case.row(contender), contender) for case in cases for contender in case.contenders
+    ]
+    wanted = [identity(tuple(r[name] for name in names), r["settings"]) for r, _ in contenders]
+    assert set(wanted) == measured and len(wanted) == len(measured)
+    for row, contender in contenders:
+        known = [r["settings"] for r in rows if r["label"] == row["label"]]
+        assert contender.settings is None or any(
+            options.items() <= row["settings"].items() for options in known
+        )
+    assert all(case.contenders[0].kind != "original" for case in speed.cases(section, None))
 
 
 @pytest.mark.parametrize("name", quality.SECTIONS)
@@ -49,30 +57,34 @@ def test_a_section_is_measured_again_with_the_settings_of_its_rows(name: str) ->
 
     rows = read_rows(RESULTS / "quality.jsonl")
     measured = {identity(row) for row in rows if row["section"] == f"quality-{name}"}
-    wanted = [identity(row) for row in quality.candidates(name, [])]
+    wanted = [identity(row) for row in quality.candidates(name)]
     assert set(wanted) == measured and len(wanted) == len(measured)
-    assert len({quality.name_of(row) for row in quality.candidates(name, [])}) <= len(wanted)
-    added = quality.candidates(name, [("kv", "new", '{"ratio": 0.1}')])[-1]
-    assert added["settings"] == {"when": "always", "ratio": 0.1} and added["setting"] == "kv"
+    assert len({quality.name_of(row) for row in quality.candidates(name)}) <= len(wanted)
 
 
-def test_presets_are_measured_as_they_are_now() -> None:
-    found = {row["label"]: row["settings"] for row in quality.candidates("front", [])}
-    wanted = {f"preset {name}": {"when": "always", **o} for name, o in MERGING_PRESETS.items()}
-    assert {label: found.get(label) for label in wanted} == wanted
+@pytest.mark.parametrize("kind", PRESETS)
+def test_presets_are_measured_as_they_are_now(kind: Any) -> None:
+    rows = [row for row in read_rows(RESULTS / "front.jsonl") if kind in row["model"]]
+    for name, label in PRESET_ROWS[kind].items():
+        # Of as many steps as were measured, the limit for few steps leaves none to run.
+        options = {"reuse_start": 0.0, **PRESETS[kind][name], "reuse_within": None}
+        (settings,) = {json.dumps(row["settings"]) for row in rows if row["label"] == label}
+        assert Settings(**{**json.loads(settings), "depth": options.get("depth")}) == Settings(
+            **options
+        )
 
 
 def test_forty_percent_of_the_steps_lie_below_the_threshold() -> None:
     noise = 1 - load_pipeline("demo", device="cpu").scheduler.alphas_cumprod
     label = "threshold at 40 % of the steps"
-    rows = [r for r in quality.candidates("seed", []) if r["label"].startswith(label)]
+    rows = [r for r in quality.candidates("seed") if r["label"].startswith(label)]
     assert len(rows) == 2
     for row in rows:
         share = (noise < row["settings"]["tau"]).float().mean().item()
         assert share == pytest.approx(0.4, abs=0.002)
 
 
-def test_images_are_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"section": "quality-paper", "setting": "", "images": 2, "steps": 1, "scheduler": "plms"}
     ways = {"unmerged": {}, "half": {"ratio": 0.5}, "again": {"ratio": 0.5, "when": "always"}}
     rows = [
@@ -82,41 +94,23 @@ def test_images_are_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     (tmp_path / "before.jsonl").write_text(json_lines(rows))
     monkeypatch.setattr(quality, "ROWS", tmp_path / "before.jsonl")
-    monkeypatch.setattr(quality, "TIMED", ("paper",))
     monkeypatch.setattr(quality, "SIDE", 64)
     folders = ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "rows.jsonl")]
-    quick = ["--device", "cpu", "--batch", "2", "--steps", "1", "--seconds", "0"]
-    quality.main(["paper", "speed", *quick, "--time-images", "1", *folders])
-    timed, images = (
-        [row for row in read_rows(tmp_path / "rows.jsonl") if row["what"] == what]
-        for what in ("steps", "images")
-    )
+    quality.main(["paper", "--device", "cpu", "--batch", "2", *folders])
+    images = read_rows(tmp_path / "rows.jsonl")
     assert [row["label"] for row in images] == ["unmerged", "half", "again"]
-    assert [row["label"] for row in timed] == ["unmerged", "again"]  # settings are timed once
-    assert images[1]["psnr"] == images[2]["psnr"] < 100  # and make images once
+    assert images[1]["psnr"] == images[2]["psnr"] < 100  # made once
     assert {"lpips", "lpips_low", "fid_unmerged"} <= images[1].keys()
-    assert "psnr" not in images[0] and "speedup" not in timed[0]
-    assert all(timed[1][name] > 0 for name in ("speedup", "speedup_unfused"))
-    assert timed[1]["mib_unfused"] is None  # on a CPU, memory is not measured
-    assert images[1]["settings"] == timed[1]["settings"] == {"when": "always", "ratio": 0.5}
+    assert "psnr" not in images[0]
+    assert images[1]["settings"] == {"when": "always", "ratio": 0.5}
 
 
 def test_settings_that_were_read_can_be_merged_with() -> None:
-    subject = load_subject("demo", device="cpu")
-    [row] = [r for r in quality.candidates("search", []) if "level_ratios" in r["settings"]]
-    unet = quality.patched(row, subject, Namespace(original=None))
-    patch = patch_of(unet)
+    pipe = load_pipeline("demo", device="cpu")
+    [row] = [r for r in quality.candidates("search") if "level_ratios" in r["settings"]]
+    with patched_with(pipe, Variant("", "merged", row["settings"])):
+        patch = patch_of(pipe.unet)
     assert patch is not None and patch.settings.level_ratios == {1: 0.75, 2: 0.5}
-
-
-def test_plans_of_images_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "SIDES", (8, 16))
-    rows = list(matching.image_rows(None, torch.device("cpu")))
-    names = ("setting", "label", "variant", "tokens", "mode")
-    assert [[row[name] for name in names] for row in rows] == [
-        [f"{side}x{side} tokens", "reference", "tomesd", side**2, "eager"] for side in (8, 16)
-    ]
-    assert all(row["seconds"] > 0 and row["error"] is None for row in rows)
 
 
 def test_the_decisions_in_the_rows_are_those_of_the_rule(tmp_path: Path) -> None:
@@ -147,10 +141,10 @@ def front_rows(tmp_path: Path, *arguments: str, rows: str) -> list[dict[str, Any
 
 
 def test_the_front_has_quality_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_judge, "FEWEST_FOR_KID", 2)
-    monkeypatch.setattr(front_judge, "FEWEST_FOR_FID", 2)
+    monkeypatch.setattr(front, "FEWEST_FOR_KID", 2)
+    monkeypatch.setattr(front, "FEWEST_FOR_FID", 2)
     scenes = torch.randint(256, (4, 3, 64, 64), dtype=torch.uint8)
-    monkeypatch.setattr(front_judge, "compose", lambda *arguments: scenes.split(2))
+    monkeypatch.setattr(front, "compose", lambda *arguments: scenes.split(2))
     ways = [
         way for way in WAYS["transformer"] if way.label in ("reuse 3 from 0.25", "TaylorSeer 2")
     ]
@@ -210,7 +204,3 @@ def test_the_rule_knows_the_settings_of_its_rows() -> None:
     asked = {row["setting"] for row in rows if not row["setting"].startswith("SD")}
     asked |= {row["setting"] for row in rows if row["setting"].startswith("SD3")}
     assert asked and asked <= rule.TRANSFORMERS.keys()
-
-
-def test_large_images_are_those_of_a_flux() -> None:
-    assert hires.SETTINGS["transformers"][0].kind == "FluxTransformer2DModel"

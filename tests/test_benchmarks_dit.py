@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import dit
-import matching
 import pytest
 import torch
 from bound import apply_bound
@@ -34,8 +33,8 @@ def tiny(setting: Setting) -> Setting:
 def tiny_dit(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {name: tuple(map(tiny, those)) for name, those in dit.SETTINGS.items()}
     monkeypatch.setattr(dit, "SETTINGS", settings)
-    monkeypatch.setattr(matching, "LARGE_SIDES", (16,))
-    monkeypatch.setattr(matching, "LARGE_CHANNELS", (32,))
+    monkeypatch.setattr(dit, "SIDES", (16,))
+    monkeypatch.setattr(dit, "CHANNELS", (32,))
 
 
 def dit_rows(folder: Path, *arguments: str) -> list[Row]:

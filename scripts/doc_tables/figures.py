@@ -4,52 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 from tomesd.bench.plots import COLOURS, figure
-from tomesd.presets import MERGING_PRESETS
 
-from .performance import EVERY_BLOCK, KEPT, MATCHING
+from .performance import MATCHING
 from .quality import FAMILIES, front_rows, name_of, paper_rows, search_rows, tradeoff_rows
 from .rows import ORIGINAL, OURS, SPEEDS, Results, Row, has, pareto
-
-
-def recovered(section: str) -> Callable[[Results], Any]:
-    """Bars: which share of the gain that is possible each variant makes."""
-    bars = ((KEPT, "tomesd", 1.0), (EVERY_BLOCK, "tomesd", 0.55), ("original", "original", 1.0))
-
-    def draw(results: Results) -> Any:
-        found = results.settings(section)
-        picture, axes = figure(0.6 + 0.62 * len(found))
-        for place, one in enumerate(found):
-            bound, base = one.seconds("free"), one.seconds("unpatched")
-            if bound and base and bound >= base:
-                words = "nothing to recover: the bound is slower"
-                axes.text(0.02, place, words, fontsize=8, va="center")
-            for offset, (label, kind, alpha) in enumerate(bars):
-                row = one.find(label)
-                share = None if row is None else one.recovered(row)
-                if share is not None:
-                    # Far below, all there is to see is that it is slower.
-                    where = (place + 0.26 * (offset - 1), max(share, -0.5), 0.24)
-                    name = ORIGINAL if label == "original" else label
-                    axes.barh(*where, color=COLOURS[kind], alpha=alpha, label=name)
-        axes.axvline(1.0, color=COLOURS["free"], linewidth=1.2)
-        axes.axvline(0.0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(found)), [one.first["setting"] for one in found], fontsize=8)
-        axes.invert_yaxis()
-        axes.set_xlabel("recovered share (0: as unpatched, 1: the bound; cut at -0.5)")
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(handles.values(), handles.keys(), frameon=False, fontsize=8)
-        return picture
-
-    return draw
 
 
 def matching(results: Results) -> Any:
     """Time and memory of matching against the number of tokens."""
     found = results.settings("matching", "graph")
-    picture, axes = panels(1, 2, 3.4)
+    picture, axes = figure(3.4, 1, 2)
     colours = (COLOURS["tomesd"], "#2a6f97", "#66b2bd", COLOURS["original"])
     measures = (("seconds", 1000, "ms"), ("peak_mib", 1, "MiB"))
-    for one, (name, scale, unit) in zip(axes[0], measures, strict=True):
+    for one, (name, scale, unit) in zip(axes, measures, strict=True):
         for (label, title), colour in zip(MATCHING.items(), colours, strict=True):
             rows = [row for c in found if (row := c.find(label)) and row["seconds"]]
             points = [(row["tokens"], row[name] * scale) for row in rows if row[name]]
@@ -57,16 +24,6 @@ def matching(results: Results) -> Any:
         one.set(xlabel="tokens", ylabel=unit)
         one.legend(frameon=False, fontsize=8)
     return picture
-
-
-def panels(rows: int, columns: int, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(8.0, height), layout="constrained")
-    axes = picture.subplots(rows, columns, squeeze=False)
-    for one in axes.flat:
-        one.spines[["top", "right"]].set_visible(False)
-    return picture, axes
 
 
 def draw(axes: Any, rows: list[Row], x: Callable[[Row], float], y: str, **style: Any) -> None:
@@ -80,8 +37,8 @@ def draw(axes: Any, rows: list[Row], x: Callable[[Row], float], y: str, **style:
 def paper(results: Results) -> Any:
     """FID and LPIPS against the ratio."""
     base, *rows = paper_rows(results)
-    picture, axes = panels(1, 2, 3.2)
-    for one, score in zip(axes[0], ("fid", "lpips"), strict=True):
+    picture, axes = figure(3.2, 1, 2)
+    for one, score in zip(axes, ("fid", "lpips"), strict=True):
         for kind, name in (("original", ORIGINAL), ("tomesd", OURS)):
             chosen = [row for row in rows if row["variant"] == kind]
             style = {"color": COLOURS[kind], "label": name, "fmt": "o-"}
@@ -93,20 +50,18 @@ def paper(results: Results) -> Any:
 
 
 def front(results: Results) -> Any:
-    """LPIPS and FID against the speed-up; the presets have marks of their own."""
-    marks = {ORIGINAL: "o", OURS: "o"}
-    marks |= {f"preset {name}": mark for name, mark in zip(MERGING_PRESETS, "^sD", strict=True)}
-    groups: dict[str, list[Row]] = {name: [] for name in marks}
+    """LPIPS and FID against the speed-up."""
+    groups: dict[str, list[Row]] = {ORIGINAL: [], OURS: []}
     for row in front_rows(results):
         if row["settings"]:
-            groups[row["label"] if row["label"] in marks else name_of(row)].append(row)
-    picture, axes = panels(2, 2, 6.0)
+            groups[name_of(row)].append(row)
+    picture, axes = figure(6.0, 2, 2)
     for line, score in zip(axes, ("lpips", "fid"), strict=True):
         for one, (speed, words) in zip(line, SPEEDS.items(), strict=True):
             for name, rows in groups.items():
                 chosen = [row for row in rows if has(row, speed)]
                 colour = COLOURS["original" if name == ORIGINAL else "tomesd"]
-                style = {"color": colour, "label": name, "fmt": marks[name]}
+                style = {"color": colour, "label": name, "fmt": "o"}
                 draw(one, chosen, lambda row, speed=speed: row[speed], score, **style)
             label_speed(one, words, score.upper())
     return with_legend(picture)
@@ -117,8 +72,8 @@ def search(results: Results) -> Any:
     rows = search_rows(results)
     groups = {"": (ORIGINAL, COLOURS["original"]), "attn": ("attn", "#00798c")}
     groups |= {"kv": ("kv", "#c7b446"), "block": ("block", "#6a4c93")}
-    picture, axes = panels(1, 2, 3.6)
-    for one, (speed, words) in zip(axes[0], SPEEDS.items(), strict=True):
+    picture, axes = figure(3.6, 1, 2)
+    for one, (speed, words) in zip(axes, SPEEDS.items(), strict=True):
         for group, (name, colour) in groups.items():
             chosen = [row for row in rows if row["setting"] == group and has(row, speed)]
             points = [row[speed] for row in chosen], [row["lpips"] for row in chosen]
@@ -138,8 +93,8 @@ def tradeoffs(results: Results) -> Any:
     rows = next((rows for rows in found if rows), [])
     scores = {"kid_change": ("KID x 1000, more than unmerged", 1000)}
     scores["lpips"] = ("LPIPS to unmerged", 1)
-    picture, axes = panels(1, 2, 4.2)
-    for one, (score, (title, scale)) in zip(axes[0], scores.items(), strict=True):
+    picture, axes = figure(4.2, 1, 2)
+    for one, (score, (title, scale)) in zip(axes, scores.items(), strict=True):
         shown = [name for name in FAMILIES[1:] if any(row["setting"] == name for row in rows)]
         for number, (family, mark) in enumerate(zip(shown, "ovXs^D*hPdp<", strict=False)):
             chosen = [row for row in rows if row["setting"] == family and has(row, score)]
@@ -165,8 +120,6 @@ def with_legend(picture: Any) -> Any:
 
 
 FIGURES: dict[str, Callable[[Results], Any]] = {
-    "performance/graph.svg": recovered("graph"),
-    "performance/eager.svg": recovered("eager"),
     "performance/matching.svg": matching,
     "quality/paper.svg": paper,
     "quality/front.svg": front,

@@ -1,10 +1,9 @@
 """The tables of docs/performance.md."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from functools import partial
 
 from tomesd.bench.tables import duration, percent, times
-from tomesd.presets import MERGING_PRESETS
 
 from .rows import ORIGINAL, OURS, Columns, Comparison, Results, Row, Table, rows_of
 
@@ -32,6 +31,7 @@ TITLES = {"original": ORIGINAL, "tomesd": OURS, "free": "bound"}
 """Of the columns of rows whose label is not the title."""
 SHARES = {KEPT: "recovered: kept", EVERY_STEP: "every step", EVERY_BLOCK: "every block"}
 SHARES["original"] = "0.1.3"
+WAYS = ("kv 0.5, proportional", "kv 0.75, window 8", "stack 0.5, end 0.7")
 SETTING = {"setting": "{setting}"}
 SIZE = {"size": "{width} px", "images": "{images}", "mode": "{mode}"}
 
@@ -48,19 +48,17 @@ def memory(found: Comparison, row: Row | None) -> str:
     return time(found, row) if failed else f"{row['peak_mib']:,.0f}"
 
 
-def gain(found: Comparison, row: Row | None, spread: str = "") -> str:
-    """Milliseconds, and how many times as fast as unpatched."""
-    cell = time(found, row)
-    if row is None or row["seconds"] is None or row["variant"] == "unpatched":
-        return cell + spread
+def gain(found: Comparison, row: Row | None, *, spread: bool = False) -> str:
+    """Milliseconds, with their spread if asked for, and how many times as fast as unpatched."""
+    if row is None or row["seconds"] is None:
+        return time(found, row)
+    cell = duration(row) + (f" ± {1000 * row['spread']:.1f}" if spread else "")
     alone = ", left alone" if row.get("left_alone") else ""
-    return f"{cell}{spread} ({times(found.speedup(row))}{alone})"
+    is_base = row["variant"] == "unpatched"
+    return cell if is_base else f"{cell} ({times(found.speedup(row))}{alone})"
 
 
-def steady_gain(found: Comparison, row: Row | None) -> str:
-    """The same, with the spread of the milliseconds."""
-    failed = row is None or row["seconds"] is None
-    return gain(found, row, "" if failed else f" ± {1000 * row['spread']:.1f}")
+steady_gain = partial(gain, spread=True)
 
 
 def share(found: Comparison, row: Row | None) -> str:
@@ -270,7 +268,7 @@ def wrong_signs(results: Results) -> Table:
 
 def rule_elsewhere(results: Results) -> Table:
     """What the rule would decide on GPUs that nothing was measured on."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, str]] = {}
     for row in results.file("rule"):
         if row.get("simulated"):
             title = f"{row['machine']}, {1e6 * row['launch']:.0f} us"
@@ -280,9 +278,29 @@ def rule_elsewhere(results: Results) -> Table:
     return Table([*titles], [[line[t] for t in titles] for line in found.values()])
 
 
+def operations(results: Results) -> Table:
+    """What is left of the operations of a step, and of an image with each preset."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in results.file("operations"):
+        found.setdefault(row["setting"], {})[row["label"]] = row
+    steps = {"half of the tokens": ("half", "merged"), "a quarter left": ("quarter", "merged")}
+    steps |= {"left out": ("fast", "left_out"), "coarse": ("fast", "coarse")}
+    steps |= {name: (name, "image") for name in ("quality", "balanced", "fast")}
+
+    def cell(rows: dict[str, Row], label: str, field: str) -> str:
+        return percent(rows[label][field]) if rows[label][field] is not None else "-"
+
+    lines = [
+        [name, f"{rows['fast']['flops'] / 1e12:.1f}", *(cell(rows, *of) for of in steps.values())]
+        for name, rows in found.items()
+    ]
+    return Table(
+        ["", "Tflop a step", *steps], lines, [r for rows in found.values() for r in rows.values()]
+    )
+
+
 BOUND = columns(["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS], time)
 IN_MEMORY = columns(["unpatched", "original", KEPT, EVERY_BLOCK], memory)
-BY_PRESET = columns(["unpatched", "default", *MERGING_PRESETS], gain)
 BY_LIBRARY = ["unpatched", "original", "tomesd"]
 
 TABLES: dict[str, Callable[[Results], Table]] = {
@@ -298,7 +316,7 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "batches": section("batches", SIZE, columns(BY_LIBRARY, gain)),
     "sdxl": section("sdxl", SIZE, columns(BY_LIBRARY, gain)),
     "whole images": section("pipelines", SETTING, columns(BY_LIBRARY, steady_gain)),
-    "speed of presets": section("presets", SETTING, BY_PRESET),
+    "ways to merge": section("presets", SETTING, columns(["unpatched", "default", *WAYS], gain)),
     "memory": section("eager", SETTING, IN_MEMORY),
     "matching": lambda results: Table.of(
         results.settings("matching", "graph"),
@@ -309,6 +327,7 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "rule": rule,
     "wrong signs": wrong_signs,
     "rule elsewhere": rule_elsewhere,
+    "operations": operations,
     "cheaper matching": sharing,
     "cpu": cpu,
 }

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 
 from tomesd import Settings
 from tomesd.bench.tables import percent, times
-from tomesd.presets import MERGING_PRESETS
 
 from .rows import (
     FUSED,
@@ -50,11 +49,24 @@ FID_OF_PAPER = {
     "flat 50 %": "35.66",
 }
 FAMILIES = (
-    *("unmerged", "fewer steps", "merging", "presets", "reuse", "merging, reuse"),
+    *("unmerged", "fewer steps", "merging", "reuse", "merging, reuse"),
     *("coarse", "coarse, reuse", "coarse, fewer steps"),
     *("first block cache", "MagCache", "TaylorSeer", "DeepCache"),
 )
 """Of trade-offs, in the order of the table."""
+PRESET_ROWS = {
+    "unet": {
+        "quality": "reuse 2 from 0.5",
+        "balanced": "reuse 2 from 0.25",
+        "fast": "reuse 2 from 0",
+    },
+    "transformer": {
+        "quality": "reuse 2 from 0.25",
+        "balanced": "reuse 3 from 0.25, all blocks",
+        "fast": "coarse to 0.35, reuse 6 from 0.35, all blocks",
+    },
+}
+"""Labels of the trade-offs that presets are, by kind of model."""
 
 
 def estimate(row: Row, name: str, digits: int, scale: float = 1.0) -> str:
@@ -150,17 +162,6 @@ def front(results: Results) -> Table:
     )
 
 
-def preset_quality(results: Results) -> Table:
-    found = results.by_label("front")
-    rows = {f"`{name}`": {**found[f"preset {name}"], "preset": name} for name in MERGING_PRESETS}
-    settings = {"settings": lambda row: options_of(MERGING_PRESETS[row["preset"]])}
-    return named("preset", rows, settings, speeds(), scores("LPIPS", "FID"))
-
-
-def options_of(settings: Row) -> str:
-    return ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
-
-
 def search_rows(results: Results) -> list[Row]:
     return [row for row in results.quality("search") if row["settings"]]
 
@@ -250,22 +251,14 @@ def options(_: Results) -> Table:
 
 
 def readme(results: Results) -> Table:
-    """The unmerged model, the original and this library at half the tokens, and the presets."""
-    front, paper = results.by_label("front"), results.by_label("paper")
-    [larger] = [one for one in results.settings("presets") if one.first["width"] == 1024]
-
-    def on_sd(label: str) -> str:
-        row = larger.find(label)
-        return times(None if row is None else larger.speedup(row))
-
-    rows = {"unmerged": {**front["unmerged"], "on_sd": "1"}}
-    rows[f"{ORIGINAL}, `ratio=0.5`"] = {**front["0.1.3 0.5"], "on_sd": on_sd("original")}
-    rows["`ratio=0.5`"] = {**paper["this library 0.5"], "on_sd": on_sd("default")}
-    for name in MERGING_PRESETS:
-        rows[f'`preset="{name}"`'] = {**front[f"preset {name}"], "on_sd": on_sd(name)}
-    digits = scores("FID", "LPIPS", "PSNR", FID=1, LPIPS=3, PSNR=1)
-    speed = speeds("speed-up", "with unfused attention")
-    return named("", rows, digits, speed, {"of SD 1.5, 1024 px": "{on_sd}"})
+    """The presets of UNets, beside the paper's way to merge and fewer steps."""
+    found = {row["label"]: row for row in tradeoff_rows(results, "unet", 256)}
+    presets = {f'`preset="{name}"`': label for name, label in PRESET_ROWS["unet"].items()}
+    titles = {"unmerged": "unmerged", "`ratio=0.5`, as in 0.1.3": "merged .5", **presets}
+    titles["three quarters of the steps"] = "0.75 of the steps"
+    rows = {title: found[label] for title, label in titles.items()}
+    quality = scores("KID x 1000", "more than unmerged", "LPIPS", "PSNR", PSNR=1)
+    return named("", rows, quality, {"speed-up": "{speedup:.2f}x"})
 
 
 TABLES: dict[str, Callable[[Results], Table]] = {
@@ -274,7 +267,6 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "the paper's ratios": paper,
     "windows": windows,
     "quality against speed": front,
-    "quality of presets": preset_quality,
     "search": search,
     "trade-offs": tradeoffs("transformer", 512),
     "trade-offs at 256 px": tradeoffs("transformer", 256),

@@ -8,13 +8,14 @@ Needs the extra `cli`.
 """
 
 from ..generation.original import load_original
-from .cases import Case, Prepared, Subjects, measure_case, prepare, run_cases
+from .cases import Case, Subjects, measure_case, prepare, run_cases
 from .contenders import Contender
 from .measure import Effort
 from .models import ARCHITECTURES, Subject, load_subject
 from .modes import MODES
 from .rows import RowFile, read_rows
 from .tables import comparisons, recovered
+from .together import Prepared
 
 __all__ = [
     "ARCHITECTURES",

@@ -38,9 +38,13 @@ def make_call(
     )
 
 
-def random_inputs(module: nn.Module, size: tuple[int, int], batch: int) -> Any:
-    """Arguments for `module.forward` on a latent of `size`: noise, not zeros."""
-    inputs = example_inputs(module, size, batch)
+def random_inputs(module: nn.Module, size: tuple[int, int], batch: int, **more: Any) -> Any:
+    """Arguments for `module.forward` on a latent of `size`: noise, not zeros.
+
+    Args:
+        more: arguments of `example_inputs`, such as the frames of a video.
+    """
+    inputs = example_inputs(module, size, batch, **more)
     if inputs is None:
         raise LoadError(f"do not know what inputs a {type(module).__name__} takes")
     generator = torch.Generator().manual_seed(0)
@@ -48,6 +52,8 @@ def random_inputs(module: nn.Module, size: tuple[int, int], batch: int) -> Any:
     def fill(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: fill(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [fill(inner) for inner in value]
         if isinstance(value, Tensor) and value.is_floating_point():
             # Drawn on the CPU: the same whatever the device.
             return torch.randn(value.shape, generator=generator).to(value)

@@ -1,23 +1,21 @@
 """Measures settings: every contender in one is made ready, then they take turns."""
 
-import functools
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
 
 import psutil
 import torch
 
 from ..generation.memory import MemoryProbe
 from ..generation.sampling import check_size, least_bytes
-from ..patch import patch_of
-from .calls import WHATS, Call, Step, make_call
+from .calls import WHATS, make_call
 from .contenders import ORIGINAL, OURS, Contender
-from .measure import Effort, attempt, free_memory, take_turns, time_calls, time_launches
+from .measure import Effort, free_memory
 from .models import Subject, load_subject, shared_copy
-from .modes import EAGER, GRAPH, MODES, Graph, compile_model, warm_up
-from .rows import OUT_OF_MEMORY, SETTING, Row, RowFile
+from .modes import EAGER, GRAPH, MODES, compile_model
+from .rows import SETTING, Row, RowFile
+from .together import Prepared, make_ready, measure_together
 
 OnCase = Callable[["Case", float], None]
 """Called with a case and the share of it that is done, 0 to 1."""
@@ -71,30 +69,6 @@ class Case:
         }
 
 
-@dataclass(eq=False)
-class Prepared:
-    """A contender that is ready to be timed: patched, compiled or captured, and warm."""
-
-    call: Call
-    device: torch.device
-    peak_mib: float | None
-    """None on a CPU."""
-    pool_mib: float | None = None
-    """Of a CUDA graph: the memory that it keeps for itself."""
-    finite: bool = True
-    """Whether what the call returned is a number everywhere."""
-    left_alone: bool | None = None
-    """In eager mode: whether no layer was merged, because that would not be faster."""
-
-    @torch.no_grad()
-    def time(self, calls: int) -> float:
-        return time_calls(self.call, calls, self.device)
-
-    @torch.no_grad()
-    def time_launches(self) -> float | None:
-        return time_launches(self.call, self.device)
-
-
 @torch.no_grad()
 def prepare(subject: Subject, case: Case, contender: Contender) -> Prepared:
     """Everything that has to be done before `contender` can be timed."""
@@ -108,27 +82,10 @@ def prepare(subject: Subject, case: Case, contender: Contender) -> Prepared:
     contender.apply(model)
     if case.mode not in (EAGER, GRAPH):
         compile_model(model, case.mode, fullgraph=contender.kind != ORIGINAL)
-    call = make_call(subject, model, case.what, size[::-1], case.images, case.steps)
-    warm_up(call, device, calls=1 if case.mode in (EAGER, GRAPH) else 2)
-    outputs: list[Any] = []
-    prepared = Prepared(call, device, probe.peak_mib(lambda: outputs.append(call())))
-    patch = patch_of(model)
-    if case.mode == EAGER and patch is not None:
-        merged = any(decision.merges for decision in patch.decisions)
-        prepared.left_alone = not merged and any(d.left_alone for d in patch.decisions)
     if case.mode == GRAPH:
         _load_kernels(subject, case, contender)
-        assert isinstance(call, Step)
-        graph = Graph(call, device)
-        prepared.call, prepared.pool_mib = graph, graph.pool_mib
-        outputs = [graph()]
-    prepared.finite = _is_finite(outputs[-1])
-    return prepared
-
-
-def _is_finite(output: Any) -> bool:
-    tensor = output if isinstance(output, torch.Tensor) else output[0]
-    return bool(torch.isfinite(tensor).all())
+    call = make_call(subject, model, case.what, size[::-1], case.images, case.steps)
+    return make_ready(call, model, case.mode, probe, device, captured=case.mode == GRAPH)
 
 
 def _load_kernels(subject: Subject, case: Case, contender: Contender) -> None:
@@ -172,64 +129,19 @@ def measure_case(
     on_progress: OnCase = lambda case, share: None,
     on_first: OnFirst = lambda case, seconds: None,
 ) -> list[Row]:
-    """One row per contender. Running out of memory is a result like any other."""
-    results: dict[int, Row] = {}
-    waiting = deque(range(len(case.contenders)))
-    while waiting:
-        ready: dict[int, Prepared] = {}
-        while waiting:
-            work = functools.partial(prepare, subject, case, case.contenders[waiting[0]])
-            outcome = attempt(work, subject.device)
-            if outcome == OUT_OF_MEMORY and ready:
-                break  # maybe only for what the others keep: again, when they are gone
-            number = waiting.popleft()
-            if isinstance(outcome, Prepared):
-                ready[number] = outcome
-                if number == 0:
-                    on_first(case, outcome.time(1))
-            else:
-                results[number] = {"seconds": None, "error": outcome}
-            del outcome
-            on_progress(case, (len(ready) + len(results)) / len(case.contenders) / 2)
-        results |= _time_together(ready, case, effort, subject.device, on_progress)
-        ready.clear()
-        free_memory(subject.device)
+    """One row per contender."""
+    results = measure_together(
+        {n: partial(prepare, subject, case, one) for n, one in enumerate(case.contenders)},
+        subject.device,
+        effort,
+        periods={number: one.period for number, one in enumerate(case.contenders)},
+        on_progress=partial(on_progress, case),
+        on_first=partial(on_first, case),
+    )
     return [
         {**case.row(contender, subject), **results[number]}
         for number, contender in enumerate(case.contenders)
     ]
-
-
-def _time_together(
-    ready: dict[int, Prepared],
-    case: Case,
-    effort: Effort,
-    device: torch.device,
-    on_progress: OnCase,
-) -> dict[int, Row]:
-    """Rows of the contenders with these numbers in the case."""
-    work = functools.partial(
-        take_turns,
-        {number: item.time for number, item in ready.items()},
-        effort,
-        periods={number: case.contenders[number].period for number in ready},
-        on_repeat=lambda share: on_progress(case, 0.5 + share / 2),
-    )
-    outcome = attempt(work, device)
-    if isinstance(outcome, str):
-        return {number: {"seconds": None, "error": outcome} for number in ready}
-    return {
-        number: {
-            **outcome[number].row(),
-            "host_seconds": item.time_launches(),
-            "peak_mib": item.peak_mib,
-            "pool_mib": item.pool_mib,
-            "finite": item.finite,
-            "left_alone": item.left_alone,
-            "error": None,
-        }
-        for number, item in ready.items()
-    }
 
 
 def run_cases(

@@ -117,8 +117,9 @@ def time_launches(call: Call, device: torch.device) -> float | None:
     """
     if device.type != "cuda":
         return None
-    seconds = []
-    for _ in range(5):
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    while len(seconds) < 5 and time.perf_counter() - begin < 5:
         torch.cuda.synchronize(device)
         start = time.perf_counter()
         call()
@@ -147,7 +148,9 @@ def take_turns(
     timings: dict[_Key, Timing] = {}
     for name, timer in timers.items():
         period = (periods or {}).get(name, 1)
-        calls = max(1, math.ceil(effort.sample_seconds / max(timer(1), 1e-9)))
+        calls = 1
+        if effort.max_repeats > 1:  # one repeat is for calls that take long
+            calls = max(1, math.ceil(effort.sample_seconds / max(timer(1), 1e-9)))
         timings[name] = Timing(calls=math.ceil(calls / period) * period)
     start = time.perf_counter()
     for repeat in range(1, effort.max_repeats + 1):
@@ -161,6 +164,13 @@ def take_turns(
         if known or time.perf_counter() - start > effort.seconds:
             break
     return timings
+
+
+def is_finite(output: Any) -> bool:
+    """Whether what a model returned, or the first part of it, is a number everywhere."""
+    while not isinstance(output, torch.Tensor):
+        output = output[0]
+    return bool(output.isfinite().all())
 
 
 def free_memory(device: torch.device) -> None:

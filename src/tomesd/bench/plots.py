@@ -11,13 +11,14 @@ from .tables import Comparison, comparisons, duration
 COLOURS = {"unpatched": "#777777", "original": "#d1495b", "tomesd": "#00798c", "free": "#c7b446"}
 
 
-def figure(height: float) -> Any:
-    """A figure and its axes, drawn without a screen."""
+def figure(height: float, rows: int = 1, columns: int = 1) -> Any:
+    """A figure and its axes, an array of them if there are several; drawn without a screen."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(8.0, height), layout="constrained")
-    axes = picture.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
+    axes = picture.subplots(rows, columns)
+    for one in picture.axes:
+        one.spines[["top", "right"]].set_visible(False)
     return picture, axes
 
 

@@ -197,8 +197,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--lpips", type=Path, help="weights, if the package is not installed")
     add("--rows-file", type=Path, default=RESULTS / "front.jsonl")
     add("--out", type=Path, default=Path("front_output"), help="folder of features and the sheet")
+    add("--dtype", help="float32 on a CPU, bfloat16 on the transformer, float16 on the UNet")
     args = parser.read(arguments)
-    for name in ("pixels", "steps", "guidance"):
+    if args.device == "cpu":
+        args.dtype = args.dtype or "float32"
+    for name in ("pixels", "steps", "guidance", "dtype"):
         setattr(args, name, getattr(args, name) or USUAL[args.model][name])
     if problems := run(args):
         raise SystemExit("left out:\n" + "\n".join(problems))

@@ -25,8 +25,8 @@ import tomesd
 from tomesd.generation.loading import denoiser, load_pipeline
 
 USUAL = {
-    "transformer": {"pixels": 512, "steps": 28, "guidance": 4.0, "number": "bfloat16"},
-    "unet": {"pixels": 256, "steps": 20, "guidance": 5.0, "number": "float16"},
+    "transformer": {"pixels": 512, "steps": 28, "guidance": 4.0, "dtype": "bfloat16"},
+    "unet": {"pixels": 256, "steps": 20, "guidance": 5.0, "dtype": "float16"},
 }
 
 
@@ -34,8 +34,7 @@ class Model:
     """An embedded model; both halves of guidance are in one call of it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        number = "float32" if args.device == "cpu" else USUAL[args.model]["number"]
-        self.pipe = load_pipeline(args.model, device=args.device, dtype=number)
+        self.pipe = load_pipeline(args.model, device=args.device, dtype=args.dtype)
         self.pipe.vae.float()  # what is measured is the model, not the decoder's rounding
         self.device, self.dtype = denoiser(self.pipe).device, denoiser(self.pipe).dtype
         self.guidance, self.pixels = args.guidance, args.pixels

@@ -116,6 +116,7 @@ TRANSFORMER = [
     # At about twice the speed.
     reuse(3, 0.25, reuse_end=8, **ALL),
     reuse(2, 0.2, reuse_end=8, **ALL),
+    reuse(2, 0.2, reuse_end=4, **ALL),
     reuse(4, 0.25, **ALL),
     reuse(3, 0.25, 0.4, **ALL),
     taylor(3, share=0.4),

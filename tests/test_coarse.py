@@ -760,7 +760,7 @@ def test_it_is_described(name: str) -> None:
     assert [part.flops, part.coarse_flops] == flops and flops[1] < 0.7 * flops[0]
     share = f"{flops[1] / flops[0]:.1%}"
     words = f"coarse up to progress 0.3, {part.coarse_tokens} tokens with {share} of the operations"
-    assert f"nothing is merged; {words}" in str(told)
+    assert f"nothing is merged\n  {words}" in str(told)
     odd = tomesd.describe(model, inputs=dit.inputs(size=(6, 5) if name == "ltx" else (12, 10)))
     assert "no step can be coarse" in str(odd)
 

@@ -412,7 +412,7 @@ def test_it_is_described() -> None:
     model = tomesd.apply_patch(SUPPORTED["sd3"].build(), preset="fast")
     told = str(tomesd.describe(model, 64, 64))
     for words in (
-        "nothing is merged; coarse up",
+        "nothing is merged\n  coarse up",
         "one step in 6 runs the whole model, from progress 0.35",
     ):
         assert words in told

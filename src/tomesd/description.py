@@ -105,7 +105,8 @@ class Part:
 
     def __str__(self) -> str:
         h, w = self.latent
-        lines = [f"{self.name}, latent {h}x{w}: {'; '.join(self._summary())}"]
+        first, *more = self._summary()
+        lines = [f"{self.name}, latent {h}x{w}: {first}", *(f"  {words}" for words in more)]
         if self.verdict is not None and self.settings is not None:
             lines.append(f"  {self.verdict}")
         rows: list[tuple[str, ...]] = [("level", "grid", "blocks", "tokens", "merged to")]
@@ -131,8 +132,9 @@ class Part:
             yield words
         if settings.reuse is not None:
             yield self._reusing(settings)
-        if self.share_of_image is not None:
-            yield f"an image of {self.steps} steps takes {self.share_of_image:.1%} of them in all"
+        share = self.share_of_image
+        if share is not None:
+            yield f"an image of {self.steps} steps takes {share:.1%} of the operations"
 
     def _reusing(self, settings: Settings) -> str:
         if 0 < self.flops == self.reused_flops:

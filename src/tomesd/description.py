@@ -132,9 +132,9 @@ class Part:
             yield words
         if settings.reuse is not None:
             yield self._reusing(settings)
-        share = self.share_of_image
-        if share is not None:
-            yield f"an image of {self.steps} steps takes {share:.1%} of the operations"
+        whole = self.share_of_image
+        if whole is not None:
+            yield f"an image of {self.steps} steps takes {whole:.1%} of the operations"
 
     def _reusing(self, settings: Settings) -> str:
         if 0 < self.flops == self.reused_flops:

@@ -78,6 +78,24 @@ def enlarge(latent: Tensor) -> Tensor:
     return flat.reshape(*more, SIDE * h, SIDE * w)
 
 
+def halved(count: int) -> int:
+    """Rows or columns of coarse tokens. Of an odd number, the last one stands for a single one."""
+    return -(-count // SIDE)
+
+
+def fitted(latent: Tensor, h: int, w: int) -> Tensor:
+    """The latent with its last row and column repeated until it is `[..., h, w]`.
+
+    A copy of the last row of means has as little noise as they have. Means of a copy would not.
+    """
+    for axis, side in ((-2, h), (-1, w)):
+        last = latent.shape[axis] - 1
+        if side - 1 > last:
+            places = torch.arange(side, device=latent.device).clamp(max=last)
+            latent = latent.index_select(axis, places)
+    return latent
+
+
 def unpack(tokens: Tensor, grid: tuple[int, int, int], side: int) -> Tensor:
     """Tokens `[B, F * h * w, C * side * side]` as a latent `[B, C, F, h * side, w * side]`."""
     frames, h, w = grid
@@ -135,9 +153,9 @@ class Coarse:
             found = latent[0].shape[0] if isinstance(latent, list) else latent.shape[1]
         if found != made:
             return f"the latent has {found} channels, of which {made} are made"
-        sides = tuple(zip(layout.size, layout.grid[1:], strict=True))
-        if any(cells % SIDE or length % cells for length, cells in sides):
-            return "{}x{} tokens cannot be halved".format(*layout.grid[1:])
+        for pixels, cells in zip(layout.size, layout.grid[1:], strict=True):
+            if pixels % cells or pixels % SIDE:
+                return "{}x{} tokens cannot be halved".format(*layout.grid[1:])
         return ""
 
     def run(
@@ -149,19 +167,22 @@ class Coarse:
             time: the parameter that takes the timestep.
         """
         name, timestep, (frames, h, w) = given.names[0], given[time], layout.grid
+        coarse = (frames, halved(h), halved(w))
+        high, wide = layout.size
+        size = halved(h) * (high // h), halved(w) * (wide // w)
         levels = timeline.level(torch.as_tensor(timestep).float())
         latents = self._latents(given[name], layout.grid)
         beside = _beside(levels, given[name], latents)
         steps = [Step(x, 1 - s, s, "flow") for x, s in zip(latents, beside, strict=True)]
         changes = self._smaller(given, layout.grid)
-        changes[name] = self._argument([step.small for step in steps], given[name])
+        changes[name] = self._argument([fitted(step.small, *size) for step in steps], given[name])
         small_levels = Step(latents[0], 1 - levels, levels, "flow").small_s
         changes[time] = _like(timestep, timeline.time(small_levels))
         # Models whose timesteps rise predict image - noise.
         sign = -1 if timeline.rises else 1
 
         def enlarged(sample: Any) -> Any:
-            small = self._latents(sample, (frames, h // SIDE, w // SIDE))
+            small = [v[..., : high // SIDE, : wide // SIDE] for v in self._latents(sample, coarse)]
             whole = [sign * step.prediction(sign * v) for step, v in zip(steps, small, strict=True)]
             return self._argument(whole, sample)
 
@@ -182,16 +203,26 @@ class Coarse:
     def _smaller(self, given: Given, grid: Grid) -> dict[str, Any]:
         """The arguments that describe the grid of tokens, for the coarse grid."""
         _, h, w = grid
-        found: dict[str, Any] = {name: given[name] // SIDE for name in self.numbers}
+        found: dict[str, Any] = {name: halved(given[name]) for name in self.numbers}
         if self.grids:
             found[self.grids] = _halved(given[self.grids])
-        if self.places:  # the mean position of the tokens that a coarse token stands for
-            places = given[self.places].float().unflatten(-2, (h // SIDE, SIDE, w // SIDE, SIDE))
-            found[self.places] = places.mean(dim=(-4, -2)).flatten(-3, -2)
+        if self.places:
+            found[self.places] = _mean_places(given[self.places].float(), h, w)
         if self.mask and (mask := given[self.mask]) is not None:
             text, image = mask[:, : -h * w], mask[:, -h * w :].unflatten(1, (h, w))
             found[self.mask] = torch.cat([text, image[:, ::SIDE, ::SIDE].flatten(1)], dim=1)
         return found
+
+
+def _mean_places(places: Tensor, h: int, w: int) -> Tensor:
+    """The mean positions of the tokens that coarse tokens stand for, `[..., N, axes]`."""
+    places = places.reshape(*places.shape[:-2], h, w, -1)
+    for axis, side in ((-3, h), (-2, w)):
+        if side % SIDE:  # where one more token would be
+            last, before = (places.narrow(axis, max(0, side - n), 1) for n in (1, 2))
+            places = torch.cat([places, 2 * last - before], dim=axis)
+    squares = places.reshape(*places.shape[:-3], halved(h), SIDE, halved(w), SIDE, -1)
+    return squares.mean(dim=(-4, -2)).flatten(-3, -2)
 
 
 # Arguments of UNets that only fit the full size.
@@ -255,5 +286,5 @@ def _halved(grids: Any) -> Any:
     """Grids in nested lists, with half the rows and columns."""
     if isinstance(grids[0], int):
         frames, h, w = grids
-        return (frames, h // SIDE, w // SIDE)
+        return (frames, halved(h), halved(w))
     return [_halved(inner) for inner in grids]

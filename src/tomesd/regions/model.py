@@ -14,7 +14,7 @@ from ..metric import expect_clean, note_guidance, recall_guidance
 from ..planning import load_kernels
 from ..policy import decide, decide_layout, explain_nothing, read_time
 from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
-from .coarse import SIDE, Coarse, coarse_unet, unet_obstacle
+from .coarse import SIDE, Coarse, coarse_unet, halved, unet_obstacle
 from .role import Given, Inner, Role
 
 
@@ -146,7 +146,7 @@ class TransformerRoot(_Root):
         if call.settings.active:  # a later step may match on the image that two latents lead to
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         frames, h, w = layout.grid
-        grid = (frames, h // SIDE, w // SIDE)
+        grid = (frames, halved(h), halved(w))
         decision = Decision(grid, 0, math.prod(grid))
         call.decisions.append(decision)
         run = functools.partial(run_inside, Scope(call, decision), inner)

@@ -13,8 +13,6 @@ from torch import nn
 from ..patch import original_class
 from ..regions import (
     Block,
-    DeepBlock,
-    DeepLayer,
     Layer,
     Member,
     Norm,
@@ -25,6 +23,7 @@ from ..regions import (
     UNetRoot,
 )
 from ..settings import Settings
+from .levels import deep_sites, has_levels
 from .names import class_names, parameters
 
 __all__ = [
@@ -99,14 +98,6 @@ _PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
 _INTERLEAVED = "temporal_transformer_blocks"
 """A stack's attribute for blocks that run between the others, over the frames of a video."""
 
-_LEVELLED = (
-    "UNet2DConditionModel",
-    "UNetMotionModel",
-    "UNet3DConditionModel",
-    "UNetSpatioTemporalConditionModel",
-)
-"""Models of diffusers whose levels are in `down_blocks`, `mid_block` and `up_blocks`."""
-
 _COARSE = "UNet2DConditionModel"
 """The one model that supports `coarse`."""
 
@@ -153,61 +144,17 @@ def sites(module: nn.Module, settings: Settings, rooted: bool) -> Iterator[tuple
         yield from _block_sites(module, settings)
         return
     yield from _stack_sites(module, settings)
-    yield from _deep_sites(module, settings)
+    if settings.reuse is not None and has_levels(module):
+        yield from deep_sites(module)
     if rooted:
         names = tuple(parameters(module))
         yield module, UNetRoot(names, next(name for name in names if name in _TIMESTEPS))
-
-
-def _deep_sites(module: Any, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
-    """The parts of a UNet below its finest level, if `reuse` lets steps skip them."""
-    if settings.reuse is None or not _has_levels(module):
-        return
-    if hasattr(module, "input_blocks"):
-        yield from _deep_layers(module)
-        return
-    for block in module.down_blocks[1:]:
-        yield block, DeepBlock(way="down")
-    if module.mid_block is not None:
-        yield module.mid_block, DeepBlock(way="middle")
-    *deeper, top = module.up_blocks[:-1]
-    for block in deeper:
-        yield block, DeepBlock()
-    yield top, DeepBlock(last=True)
-
-
-def _deep_layers(module: Any) -> Iterator[tuple[nn.Module, Role]]:
-    """The same for UNets of ldm. In each of their blocks, layers run one after the other."""
-    way_down, way_up = _layers(module.input_blocks), _layers(module.output_blocks)
-    first = next(i for i, layer in enumerate(way_down) if _is_named(layer, "Downsample"))
-    top = max(i for i, layer in enumerate(way_up) if _is_named(layer, "Upsample"))
-    for layer in (*way_down[first:], *(module.middle_block or ()), *way_up[:top]):
-        down, up = _is_named(layer, "Downsample"), _is_named(layer, "Upsample")
-        yield layer, DeepLayer(way="down" if down else "up" if up else "level")
-    yield way_up[top], DeepLayer(last=True)
-
-
-def _layers(blocks: Any) -> list[nn.Module]:
-    return [layer for block in blocks for layer in block]
-
-
-def _is_named(module: nn.Module, name: str) -> bool:
-    return name in class_names(module)
 
 
 def _is_controlnet(module: nn.Module) -> bool:
     """Whether it is a ControlNet, and not a UNet with one inside (ControlNet-XS)."""
     name = type(module).__name__
     return "ControlNet" in name and "UNet" not in name
-
-
-def _has_levels(module: Any) -> bool:
-    """Whether it is a UNet, of diffusers or ldm, with more than one level."""
-    if any(name in _LEVELLED for name in class_names(module)):
-        return len(module.up_blocks) > 1
-    if not hasattr(module, "output_blocks"):  # not even a UNet
-        return False
-    return any(_is_named(layer, "Downsample") for layer in _layers(module.input_blocks))
 
 
 def _stack_sites(module: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Role]]:
@@ -322,4 +269,4 @@ def can_reuse(module: nn.Module) -> bool:
     """Whether `reuse` is allowed. On a ControlNet it has no effect: the controlled model needs all
     of its output."""
     stack = is_stack(module) and is_root(module)
-    return stack or _has_levels(module) or _is_controlnet(module)
+    return stack or has_levels(module) or _is_controlnet(module)

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from tomesd import Settings
 from tomesd.bench.tables import percent, times
@@ -206,30 +207,35 @@ def other_algorithms(results: Results) -> Table:
     return Table.of(rows, {"": "{label}"}, scores("LPIPS", "PSNR", "FID"), speeds())
 
 
-def tradeoff_rows(results: Results, model: str, pixels: int) -> list[Row]:
+def tradeoff_rows(
+    results: Results, model: str, pixels: int, file: str = "front", steps: int | None = None
+) -> list[Row]:
     """Each way to make images, by family and speed: its row with most images.
 
     Speeds compare on one machine only, and images with the same number of steps: of several, what
     has most images counts.
     """
     found: dict[tuple[str, int], dict[str, Row]] = {}
-    for row in sorted(results.file("front"), key=lambda row: row["images"]):
-        if (row["model"], row["height"]) == (f"embedded {model}", pixels):
+    for row in sorted(results.file(file), key=lambda row: row["images"]):
+        known = (row["model"], row["height"], steps and row["all_steps"])
+        if known == (f"embedded {model}", pixels, steps):
             found.setdefault((row["hardware"], row["all_steps"]), {})[row["label"]] = row
     groups = [list(group.values()) for group in found.values()]
     rows = max(groups, key=lambda rows: sum(row["images"] for row in rows), default=[])
     return sorted(rows, key=lambda row: (FAMILIES.index(row["setting"]), row["speedup"]))
 
 
-def tradeoffs(model: str, pixels: int) -> Callable[[Results], Table]:
+def tradeoffs(model: str, pixels: int, **more: Any) -> Callable[[Results], Table]:
     """Quality against speed of an embedded model."""
     titles = ("KID x 1000", "more than unmerged", "KID to unmerged", "LPIPS", "PSNR")
 
     def table(results: Results) -> Table:
-        rows = tradeoff_rows(results, model, pixels)
+        rows = tradeoff_rows(results, model, pixels, **more)
         measured = [title for title in titles if any(has(row, SCORES[title][0]) for row in rows)]
         work = {"work": "{work:.2f}"} if any(has(row, "work") for row in rows) else {}
-        first, speed = {"": "{label}", "images": "{images}"}, {"speed-up": "{speedup:.2f}x"}
+        first = {"": "{label}", "images": "{images}"}
+        on_cpu = any("CPU" in row["hardware"] for row in rows)  # where others were at work too
+        speed = {} if on_cpu else {"speed-up": "{speedup:.2f}x"}
         return Table.of(rows, first, work, speed, scores(*measured, PSNR=1))
 
     return table
@@ -271,6 +277,8 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "trade-offs": tradeoffs("transformer", 512),
     "trade-offs at 256 px": tradeoffs("transformer", 256),
     "trade-offs of the UNet": tradeoffs("unet", 256),
+    "fewer and fewer steps": tradeoffs("transformer", 256, file="front_cpu", steps=28),
+    "eight steps": tradeoffs("transformer", 256, file="front_cpu", steps=8),
     "defaults": defaults,
     **{name: ablation(name) for name in ("partition", "layers", "levels", "schedule")},
     "other algorithms": other_algorithms,

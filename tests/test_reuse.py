@@ -26,6 +26,7 @@ from merging_dit import (
 from torch import Tensor
 from zoo_diffusers import HOSTS as UNET_HOSTS
 from zoo_diffusers import make_controlnet, make_unet
+from zoo_dit import alone
 from zoo_ldm import HOSTS as LDM_HOSTS
 
 import tomesd
@@ -324,6 +325,18 @@ def test_only_one_size_is_kept() -> None:
     smaller = inputs | {"hidden_states": inputs["hidden_states"][..., :-4]}
     dit.run(model, at_noise(dit, smaller, 0.9))
     assert 0 < kept() < before
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "zimage"])
+def test_a_step_of_another_batch_reuses_nothing(name: str) -> None:
+    """Guidance may stop on the way, which halves the batch."""
+    dit = SUPPORTED[name]
+    model, inputs = dit.build(), dit.inputs()
+    half = at_noise(dit, alone(inputs, 0), 0.8)
+    plain = dit.run(model, half)
+    tomesd.apply_patch(model, **REUSE)
+    dit.run(model, at_noise(dit, inputs, 0.9))
+    assert torch.equal(dit.run(model, half), plain)
 
 
 def test_gradients_want_every_block() -> None:

@@ -29,7 +29,6 @@ class _Root(Role):
         self,
         patch: Patch,
         given: Given,
-        latent: Tensor,
         size: Any,
         tokens: int,
         apart: bool,
@@ -38,20 +37,19 @@ class _Root(Role):
         """Collects what is known about a call before any block runs.
 
         Args:
-            latent: the model's input, batch first.
             size: height and width of the latent.
             tokens: image tokens in the call.
             apart: see `Call`.
             obstacle: why the call cannot be made coarse, if it cannot.
         """
-        value, timestep = given[self.time], None
+        (latent, batch), value, timestep = _items(given[self.names[0]]), given[self.time], None
         if value is not None:
             # As a Python number, it would make torch.compile recompile at each step.
             timestep = value if isinstance(value, Tensor) else torch.tensor([value])
             timestep = patch.timeline.falling(timestep.to(latent.device))
         call = Call(patch, patch.settings, size, timestep, apart=apart)
         if patch.settings.changes and value is not None:
-            read_time(call, value, tokens, latent.shape[0], obstacle)
+            read_time(call, value, tokens, batch, obstacle)
         return call
 
     def finish_call(self, call: Call) -> None:
@@ -74,7 +72,7 @@ class UNetRoot(_Root):
             return inner(*args, **kwargs)
         (h, w), apart = latent.shape[-2:], torch.is_grad_enabled()
         obstacle = unet_obstacle(module, given) if patch.settings.coarse else ""
-        call = self.start_call(patch, given, latent, (h, w), h * w, apart, obstacle)
+        call = self.start_call(patch, given, (h, w), h * w, apart, obstacle)
         call.fullness = fullness(latent.shape[0], kwargs)
         recall_guidance(call, latent)
         if call.coarse:
@@ -112,18 +110,18 @@ class TransformerRoot(_Root):
         _refuse_split_sequences(module)
         given = Given(self.names, args, kwargs)
         layout = self.read(module, given)
-        latent = _first_tensor((*args, *kwargs.values()))
+        latent, batch = _items(given[self.names[0]])
         obstacle = self._coarse_obstacle(module, patch, given, layout)
         if scope is not None:  # `describe` has started the call
             call = scope.call
             call.coarse = call.coarse and not obstacle
         else:
             apart, tokens = self._needs_all_tokens(module, given), math.prod(layout.grid)
-            call = self.start_call(patch, given, latent, layout.size, tokens, apart, obstacle)
+            call = self.start_call(patch, given, layout.size, tokens, apart, obstacle)
         if call.coarse:
             return self._run_coarse(call, given, layout, inner)
-        call.fullness = fullness(latent.shape[0] if latent.ndim > 2 else 1, kwargs)
-        decision = decide_layout(call, layout, self.merging, latent)
+        call.fullness = fullness(batch, kwargs)
+        decision = decide_layout(call, layout, self.merging, latent, batch)
         if decision.merges and call.settings.metric == "clean":
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
@@ -209,13 +207,11 @@ def _hooks(module: nn.Module) -> list[str]:
     return [] if registry is None else list(registry.hooks)
 
 
-def _first_tensor(values: Any) -> Tensor:
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-            return value[0]
-    raise TypeError("tomesd found no tensor among the arguments of the model")
+def _items(latents: Any) -> tuple[Tensor, int]:
+    """A tensor of the model's input, which is a batch or a list of items, and how many there are."""
+    if isinstance(latents, Tensor):
+        return latents, latents.shape[0]
+    return _items(latents[0])[0], len(latents)
 
 
 @dataclass(frozen=True)

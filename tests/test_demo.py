@@ -247,9 +247,36 @@ def test_maps_of_each_step_end_where_merging_ends(transformer: Any) -> None:
     assert (early.slots, late.slots) == (128, 256)
     assert early.slot.shape == late.slot.shape == (16, 16)
     picture = Image.effect_noise((128, 128), 60).convert("RGB")
-    (found,) = {map.slots for map in map_of_image(transformer, picture, settings, noise=0.9)}
+    (found,) = {map.slots for map in map_of_image(transformer, picture, settings, noise=0.9).maps}
     assert found == 128
-    assert map_of_image(transformer, picture, settings, noise=0.02) == []
+    assert map_of_image(transformer, picture, settings, noise=0.02).plain
+
+
+@pytest.mark.parametrize(
+    ("options", "titles"),
+    [
+        (
+            {"preset": "fast"},
+            {0: "64 of 256 tokens, on a coarser image", 3: "nothing merged", 4: "reused"},
+        ),
+        (
+            {"coarse": 0.2, "reuse": 2, "end": 0.8, "when": "always"},
+            {0: "64 of 256 tokens, on a coarser image", 3: "128 of 256 tokens", 5: "reused"},
+        ),
+    ],
+    ids=["preset", "merging too"],
+)
+def test_show_draws_coarse_and_reused_steps(
+    options: dict[str, Any], titles: dict[int, str], tmp_path: Path, capsys: Any
+) -> None:
+    options = {"size": 128, "steps": 8, "model": "transformer", "prompt": PROMPT, **options}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    for step, title in titles.items():
+        out = tmp_path / f"{step}.png"
+        assert run(["show", *words, "--step", str(step), "--out", str(out)]) == 0
+        assert f"step {step}: {title}\n" in capsys.readouterr().out
+        colors = np.ptp(np.asarray(Image.open(out)).astype(int), axis=2)
+        assert (colors.max() == 0) == (title == "reused")
 
 
 def test_the_models_share_their_files() -> None:

@@ -55,6 +55,8 @@ class Patch(Named):
     kept: Kept = field(default_factory=Kept)
     decisions: "tuple[Decision, ...]" = ()
     """Of the last call."""
+    coarse: bool = False
+    """Whether the last call ran on a coarser image."""
     known: dict[Any, Any] = field(default_factory=dict)
     """See `once`."""
     warned: set[str] = field(default_factory=set)

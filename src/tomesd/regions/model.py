@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layout import Layout
 from ..metric import expect_clean, note_guidance, recall_guidance
 from ..planning import load_kernels
-from ..policy import decide, decide_layout, explain_nothing, read_time
+from ..policy import decide, decide_layout, explain_nothing, level_of, read_time
 from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
 from .coarse import SIDE, Coarse, coarse_unet, unet_obstacle
 from .role import Given, Inner, Role
@@ -55,7 +55,7 @@ class _Root(Role):
     def finish_call(self, call: Call) -> None:
         patch = call.patch
         if not torch.compiler.is_compiling():
-            patch.decisions = tuple(call.decisions)
+            patch.decisions, patch.coarse = tuple(call.decisions), call.coarse
         merged = any(decision.remove > 0 for decision in call.decisions)
         if call.settings.active and call.ratio != 0 and not merged:
             patch.warn_once(explain_nothing(call))
@@ -145,7 +145,8 @@ class TransformerRoot(_Root):
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         frames, h, w = layout.grid
         grid = (frames, h // SIDE, w // SIDE)
-        decision = Decision(grid, 0, math.prod(grid))
+        level = level_of(layout.size, layout.grid[1:])
+        decision = Decision(grid, 0, math.prod(grid), level=level)
         call.decisions.append(decision)
         run = functools.partial(run_inside, Scope(call, decision), inner)
         output = self.coarse.run(given, layout, call.patch.timeline, self.time, run)
@@ -208,7 +209,7 @@ def _hooks(module: nn.Module) -> list[str]:
 
 
 def _items(latents: Any) -> tuple[Tensor, int]:
-    """A tensor of the model's input, which is a batch or a list of items, and how many there are."""
+    """A tensor of the model's input, a batch or a list of items, and how many items there are."""
     if isinstance(latents, Tensor):
         return latents, latents.shape[0]
     return _items(latents[0])[0], len(latents)

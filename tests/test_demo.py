@@ -257,11 +257,11 @@ def test_maps_of_each_step_end_where_merging_ends(transformer: Any) -> None:
     [
         (
             {"preset": "fast"},
-            {0: "64 of 256 tokens, on a coarser image", 3: "nothing merged", 4: "reused"},
+            {0: "64 of 256 tokens, coarse", 3: "nothing merged", 4: "reused"},
         ),
         (
             {"coarse": 0.2, "reuse": 2, "end": 0.8, "when": "always"},
-            {0: "64 of 256 tokens, on a coarser image", 3: "128 of 256 tokens", 5: "reused"},
+            {0: "64 of 256 tokens, coarse", 3: "128 of 256 tokens", 5: "reused"},
         ),
     ],
     ids=["preset", "merging too"],

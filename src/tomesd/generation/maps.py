@@ -182,7 +182,7 @@ def map_at(steps: Sequence[StepMaps], number: int, level: int | None = None) -> 
 
 def map_title(map: MergeMap, step: int) -> str:
     words = [f"{map.slots} of {map.slot.size} tokens"] if map.slots < map.slot.size else []
-    words += ["on a coarser image"] if map.coarse else []
+    words += ["coarse"] if map.coarse else []
     words += ["reused"] if map.reused else []
     return f"step {step}: {', '.join(words) or 'nothing merged'}"
 

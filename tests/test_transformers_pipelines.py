@@ -100,6 +100,36 @@ def test_the_first_half_of_the_way_merges(name: str) -> None:
     assert calls == [step for step in expected for _ in range(each)]
 
 
+GROWING = {"use_dynamic_shifting": True}
+LINEAR = {"base_shift": 0.25, "max_shift": 0.75, "time_shift_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("flux", GROWING), ("flux2", GROWING), ("qwen", GROWING), ("cogview4", GROWING | LINEAR)],
+)
+@pytest.mark.parametrize("steps", [4, 12])
+def test_progress_counts_steps_where_they_shift_with_the_size(
+    name: str, config: dict[str, Any], steps: int
+) -> None:
+    """Every pipeline has its own way to compute how much. The last step is known, too."""
+    pipe, arguments = PIPELINES[name]()
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**config)
+    tomesd.apply_patch(pipe, ratio=0.0, reuse=99, reuse_start=0.0)
+    progress, ends = [], []
+
+    def note(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        progress.append(patch_of(pipe.transformer).steps.progress)
+        ends.append(patch_of(pipe.transformer).steps.ends)
+        return values
+
+    made(pipe, arguments, num_inference_steps=steps, callback_on_step_end=note)
+    whole = steps - 1 if name == "cogview4" else steps  # its last step is at the end
+    for number, found in enumerate(progress):
+        assert abs(found - number / whole) < 0.1
+    assert ends[-1] and not any(ends[:-2])
+
+
 def test_both_transformers_of_wan() -> None:
     """The one for much noise, and the one for little."""
     pipe, arguments = PIPELINES["wan"]()

@@ -42,7 +42,8 @@ def read_time(call: Call, timestep: Any, tokens: int, batch: int, obstacle: str 
         call.ratio, call.coarse = 0.0, True
         return
     ratio, selector, *moment = said.split()
-    call.ratio, call.settings = float(ratio), call.patch.by_selector[selector]
+    call.ratio = None if ratio == "None" else float(ratio)
+    call.settings = call.patch.by_selector[selector]
     call.moment = Moment(*map(int, moment)) if moment else None  # type: ignore[arg-type]
 
 

@@ -134,8 +134,9 @@ class Timeline:
         return self.image - timestep if self.rises else timestep
 
 
-def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 1) -> float:
-    """What the ratio is at a timestep, for an image of so many tokens."""
+def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 1) -> float | None:
+    """What the ratio is at a timestep, for an image of so many tokens. 0: nothing merges then.
+    None: all merge as the settings say."""
     progress = timeline.progress(time, tokens)
     start, end = settings.span
     if not start <= progress <= end:
@@ -143,6 +144,8 @@ def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 
     if settings.tau is not None and timeline.noise_share(time) >= settings.tau:
         return 0.0
     schedule = settings.schedule
+    if schedule is None:
+        return None
     if isinstance(schedule, str):
         assert settings.ratio_end is not None
         way = progress if schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2

@@ -152,7 +152,7 @@ class Call:
     timestep: Tensor | None = None
     """`[]` or `[T]`, falling from noise to image."""
     ratio: float | None = None
-    """What the ratio is now, where it changes."""
+    """What the ratio is now, where it changes. 0: nothing merges."""
     moment: Moment | None = None
     """Whether regions run or are reused, where that changes."""
     coarse: bool = False

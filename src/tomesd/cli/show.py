@@ -40,7 +40,7 @@ class Show:
     merge: MergeOptions = field(default_factory=MergeOptions)
 
     def run(self, console: Console) -> None:
-        merge = self.merge.checked()
+        self.merge.check()
         if (self.image is None) == (self.prompt is None):
             raise ValueError("give either --image or --prompt")
         steps = self.sampling.steps
@@ -52,10 +52,10 @@ class Show:
         from ..generation.maps import map_at, map_title, three_steps
 
         picture = None if self.image is None else _open(self.image)
-        from ..generation.loading import kind_of
+        from ..generation.loading import preset_traits
 
         pipe = self.model.load()
-        merge = self.merge.checked(kind_of(pipe))
+        merge = self.merge.checked(**preset_traits(pipe))
         steps_shown = three_steps(steps) if self.step is None else (self.step,)
         if picture is not None:
             picture = _fit(pipe, picture, self.sampling.size)

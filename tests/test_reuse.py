@@ -92,6 +92,24 @@ def test_nothing_is_reused_where_something_comes_between_blocks(name: str) -> No
     assert_rounding(dit.run(model, at_noise(dit, inputs, 0.8)), plain[1])
 
 
+def test_nothing_is_reused_where_a_cache_counts_the_steps() -> None:
+    dit = SUPPORTED["flux"]
+    inputs = dit.inputs()
+
+    def run(**options: Any) -> list[Tensor]:
+        model = dit.build()
+        model.enable_cache(diffusers.TaylorSeerCacheConfig(cache_interval=2))
+        if options:
+            tomesd.apply_patch(model, **options)
+        with model.cache_context("cond"):
+            return [dit.run(model, at_noise(dit, inputs, noise)) for noise in (0.9, 0.8, 0.7, 0.6)]
+
+    plain = run()
+    with pytest.warns(tomesd.MergeWarning, match="reuses nothing"):
+        found = run(**REUSE)
+    assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
+
+
 UNETS = ("sd1", "sdxl", "upscaler", "gligen", "animatediff", "svd", "unet3d")
 
 

@@ -79,7 +79,7 @@ def _read_time(
         patch.steps.ran = {}
         patch.warn_once(
             "tomesd reuses nothing while gradients are wanted, or something else needs every block "
-            "(a ControlNet, a cache of blocks)"
+            "(a ControlNet, a cache of diffusers)"
         )
         return ratio
     if patch.steps.enter(-time if timeline.rises else time, progress, size):

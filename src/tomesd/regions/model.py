@@ -116,7 +116,9 @@ class TransformerRoot(_Root):
             call = scope.call
             call.coarse = call.coarse and not obstacle
         else:
-            apart, tokens = self._needs_all_tokens(module, given), math.prod(layout.grid)
+            tokens, apart = math.prod(layout.grid), self._needs_all_tokens(module, given)
+            if patch.settings.reuse is not None:  # a cache counts the steps that run a layer
+                apart = apart or self._caches_attention(module)
             call = self.start_call(patch, given, layout.size, tokens, apart, obstacle)
         if call.coarse:
             return self._run_coarse(call, given, layout, inner)

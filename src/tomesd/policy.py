@@ -272,7 +272,9 @@ def explain_nothing(call: Call) -> str:
     if call.decisions:
         _, h, w = call.decisions[0].grid
         where += f", where the finest attention has {h}x{w} tokens"
+    coarsest = settings.max_downsample
+    levels = "" if coarsest is None else f"max_downsample={coarsest}, "
     return (
-        f"tomesd merged nothing {where}: max_downsample={settings.max_downsample}, "
-        f"ratio={_ratio(call):g} and {settings.sx}x{settings.sy} cells leave nothing to merge"
+        f"tomesd merged nothing {where}: {levels}ratio={_ratio(call):g} and "
+        f"{settings.sx}x{settings.sy} cells leave nothing to merge"
     )

@@ -28,6 +28,7 @@ from tomesd.generation import (
 from tomesd.generation.maps import map_at
 from tomesd.generation.progress import silent
 from tomesd.generation.sampling import Sample
+from tomesd.hosts.inputs import example_inputs
 from tomesd.patch import patch_of
 
 TRAINING = Path(__file__).parents[1] / "demo_model" / "training"
@@ -213,6 +214,19 @@ def test_the_transformer_draws_what_its_training_sampler_draws(
     with torch.no_grad():
         found = transformer(**inputs, **size, latents=flow.pack(noise), output_type="latent").images
     torch.testing.assert_close(found, flow.pack(expected), atol=2e-4, rtol=0)
+
+
+def test_example_calls_have_as_much_text_as_real_ones(transformer: Any) -> None:
+    """So what is described and timed is what runs."""
+    told: list[int] = []
+    handle = transformer.transformer.register_forward_pre_hook(
+        lambda _, args, given: told.append(given["encoder_hidden_states"].shape[1]),
+        with_kwargs=True,
+    )
+    sample(transformer, PROMPT, steps=1, size=(128, 128), guidance=1.0)
+    handle.remove()
+    inputs = example_inputs(transformer.transformer, (32, 32), 2)
+    assert inputs is not None and told == [inputs["encoder_hidden_states"].shape[1]]
 
 
 def test_the_transformer_listens_and_merges(transformer: Any) -> None:

@@ -110,13 +110,12 @@ def decide(call: Call, grid: Grid, blocks: int, x: Tensor, score_heads: int = 0)
     return decision
 
 
-def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor, batch: int) -> Decision:
+def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor) -> Decision:
     """What merges in the blocks of a transformer; it is noted in the call.
 
     Args:
         blocks: that merge.
-        x: the latent, or an item of it.
-        batch: items of the latent.
+        x: the latent, `[B, ...]`.
     """
     settings, ratio = call.settings, _ratio(call)
     of_references = ratio if settings.reference_ratio is None else settings.reference_ratio
@@ -135,8 +134,8 @@ def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor, batch: int
     if decision.segments and settings.when == "if_faster":
         (level,) = call.patch.outline.levels
         change = Change(level, blocks / level.blocks, layout.tokens, decision.segments)
-        ask = partial(_judge, call, x, batch, [change])
-        (decision.left_alone,) = _once(call, x, (blocks, layout.parts, batch), ask)
+        ask = partial(_judge, call, x, x.shape[0], [change])
+        (decision.left_alone,) = _once(call, x, (blocks, layout.parts), ask)
     return decision
 
 

@@ -42,14 +42,14 @@ class _Root(Role):
             apart: see `Call`.
             obstacle: why the call cannot be made coarse, if it cannot.
         """
-        (latent, batch), value, timestep = _items(given[self.names[0]]), given[self.time], None
+        latent, value, timestep = _batch(given[self.names[0]]), given[self.time], None
         if value is not None:
             # As a Python number, it would make torch.compile recompile at each step.
             timestep = value if isinstance(value, Tensor) else torch.tensor([value])
             timestep = patch.timeline.falling(timestep.to(latent.device))
         call = Call(patch, patch.settings, size, timestep, apart=apart)
         if patch.settings.changes and value is not None:
-            read_time(call, value, tokens, batch, obstacle)
+            read_time(call, value, tokens, latent.shape[0], obstacle)
         return call
 
     def finish_call(self, call: Call) -> None:
@@ -110,7 +110,7 @@ class TransformerRoot(_Root):
         _refuse_split_sequences(module)
         given = Given(self.names, args, kwargs)
         layout = self.read(module, given)
-        latent, batch = _items(given[self.names[0]])
+        latent = _batch(given[self.names[0]])
         obstacle = self._coarse_obstacle(module, patch, given, layout)
         if scope is not None:  # `describe` has started the call
             call = scope.call
@@ -122,8 +122,8 @@ class TransformerRoot(_Root):
             call = self.start_call(patch, given, layout.size, tokens, apart, obstacle)
         if call.coarse:
             return self._run_coarse(call, given, layout, inner)
-        call.fullness = fullness(batch, kwargs)
-        decision = decide_layout(call, layout, self.merging, latent, batch)
+        call.fullness = fullness(latent.shape[0], kwargs)
+        decision = decide_layout(call, layout, self.merging, latent)
         if decision.merges and call.settings.metric == "clean":
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
@@ -210,11 +210,14 @@ def _hooks(module: nn.Module) -> list[str]:
     return [] if registry is None else list(registry.hooks)
 
 
-def _items(latents: Any) -> tuple[Tensor, int]:
-    """A tensor of the model's input, a batch or a list of items, and how many items there are."""
+def _batch(latents: Any) -> Tensor:
+    """The model's input, `[B, ...]`. Of a list of items, only the shape and the dtype are right."""
     if isinstance(latents, Tensor):
-        return latents, latents.shape[0]
-    return _items(latents[0])[0], len(latents)
+        return latents
+    item = latents[0]
+    while not isinstance(item, Tensor):
+        item = item[0]
+    return item.expand(len(latents), *item.shape)
 
 
 @dataclass(frozen=True)

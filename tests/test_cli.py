@@ -188,6 +188,25 @@ def test_what_is_given_wins_over_a_preset_in_every_command(command: str) -> None
         assert [m.ratio for m in parse([command]).merge.each()] == [0.25, 0.5, 0.75]
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_presets_are_those_of_the_model_in_every_command(command: str) -> None:
+    """What transformers alone can do is not refused before the model is known."""
+    merge = parse([command, "--preset", "fast", "--reuse-start", "0.5"]).merge
+    merge.check()
+    for coarse, words in ((True, (0.35, 6, 0.5)), (False, (None, 4, 0.5))):
+        made = merge.checked(kind="transformer", coarse=coarse)
+        assert (made.coarse, made.reuse, made.reuse_start) == words
+    with pytest.raises(ValueError, match="reuse_start=2"):
+        parse([command, "--reuse-start", "2"]).merge.check()
+
+
+def test_a_benchmark_of_several_models_gives_each_its_own_preset() -> None:
+    bench = parse(["bench", "--model", "transformer", "sd15", "--preset", "fast"])
+    first, second = (case.contenders[1].settings for case in bench._cases([]))
+    assert (first.reuse, first.coarse, first.ratio) == (6, 0.35, 0)
+    assert (second.reuse, second.target, second.ratio) == (None, "stack", 0.5)
+
+
 def test_describe_says_the_ratio_that_was_given(model: str, capsys) -> None:
     words = ["describe", "--model", model, "--preset", "balanced", "--ratio", "0.5"]
     assert run([*words, "--when", "always", "--size", "128"]) == 0

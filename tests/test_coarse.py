@@ -482,7 +482,7 @@ def test_compiled(name: str, wrapped: bool) -> None:
 
 PIPES = [
     *("flux", "flux_true_cfg", "flux2", "sd3", "qwen", "zimage", "chroma", "lumina2", "auraflow"),
-    *("cogview4", "wan", "hunyuan_video", "ltx"),
+    *("wan", "hunyuan_video", "ltx"),
 ]
 
 

@@ -26,6 +26,7 @@ from tomesd.generation import (
 from tomesd.generation.maps import map_at
 from tomesd.generation.progress import silent
 from tomesd.generation.sampling import Sample
+from tomesd.hosts.inputs import example_inputs
 from tomesd.patch import patch_of
 
 PROMPT = "a fox and two pears on a green gradient background"
@@ -212,6 +213,19 @@ def test_the_transformer_draws_what_its_training_sampler_draws(
     torch.testing.assert_close(found, flow.pack(expected), atol=2e-4, rtol=0)
 
 
+def test_example_calls_have_as_much_text_as_real_ones(transformer: Any) -> None:
+    """So what is described and timed is what runs."""
+    told: list[int] = []
+    handle = transformer.transformer.register_forward_pre_hook(
+        lambda _, args, given: told.append(given["encoder_hidden_states"].shape[1]),
+        with_kwargs=True,
+    )
+    sample(transformer, PROMPT, steps=1, size=(128, 128), guidance=1.0)
+    handle.remove()
+    inputs = example_inputs(transformer.transformer, (32, 32), 2)
+    assert inputs is not None and told == [inputs["encoder_hidden_states"].shape[1]]
+
+
 def test_the_transformer_listens_and_merges(transformer: Any) -> None:
     red, blue = (
         sample(transformer, f"a penguin on a plain {color} background", steps=3, size=(128, 128))
@@ -244,9 +258,36 @@ def test_maps_of_each_step_end_where_merging_ends(transformer: Any) -> None:
     assert (early.slots, late.slots) == (128, 256)
     assert early.slot.shape == late.slot.shape == (16, 16)
     picture = Image.effect_noise((128, 128), 60).convert("RGB")
-    (found,) = {map.slots for map in map_of_image(transformer, picture, settings, noise=0.9)}
+    (found,) = {map.slots for map in map_of_image(transformer, picture, settings, noise=0.9).maps}
     assert found == 128
-    assert map_of_image(transformer, picture, settings, noise=0.02) == []
+    assert map_of_image(transformer, picture, settings, noise=0.02).plain
+
+
+@pytest.mark.parametrize(
+    ("options", "titles"),
+    [
+        (
+            {"preset": "fast"},
+            {0: "64 of 256 tokens, coarse", 3: "nothing merged", 4: "reused"},
+        ),
+        (
+            {"coarse": 0.2, "reuse": 2, "end": 0.8, "when": "always"},
+            {0: "64 of 256 tokens, coarse", 3: "128 of 256 tokens", 5: "reused"},
+        ),
+    ],
+    ids=["preset", "merging too"],
+)
+def test_show_draws_coarse_and_reused_steps(
+    options: dict[str, Any], titles: dict[int, str], tmp_path: Path, capsys: Any
+) -> None:
+    options = {"size": 128, "steps": 8, "model": "transformer", "prompt": PROMPT, **options}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    for step, title in titles.items():
+        out = tmp_path / f"{step}.png"
+        assert run(["show", *words, "--step", str(step), "--out", str(out)]) == 0
+        assert f"step {step}: {title}\n" in capsys.readouterr().out
+        colors = np.ptp(np.asarray(Image.open(out)).astype(int), axis=2)
+        assert (colors.max() == 0) == (title == "reused")
 
 
 def test_the_models_share_their_files() -> None:

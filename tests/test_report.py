@@ -342,6 +342,8 @@ def test_methods_are_told_apart_by_what_differs() -> None:
     assert len(set(labels.values())) == 5
     assert list(methods_of(results[2:])) == ["sx 2", "sx 4"]
     assert labels_of([results[0], results[2]]) == {"unmerged": "unmerged", "a": "50 %"}
+    nothing = result("a", "merged", ratio=0.0, coarse=0.35, reuse=6, reuse_start=0.3)
+    assert labels_of([results[0], nothing])["a"] == "coarse 0.35, reuse 6"
 
 
 def test_there_is_no_plot_of_nothing() -> None:

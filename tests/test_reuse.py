@@ -26,6 +26,7 @@ from merging_dit import (
 from torch import Tensor
 from zoo_diffusers import HOSTS as UNET_HOSTS
 from zoo_diffusers import make_controlnet, make_unet
+from zoo_dit import alone
 from zoo_ldm import HOSTS as LDM_HOSTS
 
 import tomesd
@@ -89,6 +90,24 @@ def test_nothing_is_reused_where_something_comes_between_blocks(name: str) -> No
     with pytest.warns(tomesd.MergeWarning, match="reuses nothing"):
         assert_rounding(dit.run(model, at_noise(dit, inputs, 0.9)), plain[0])
     assert_rounding(dit.run(model, at_noise(dit, inputs, 0.8)), plain[1])
+
+
+def test_nothing_is_reused_where_a_cache_counts_the_steps() -> None:
+    dit = SUPPORTED["flux"]
+    inputs = dit.inputs()
+
+    def run(**options: Any) -> list[Tensor]:
+        model = dit.build()
+        model.enable_cache(diffusers.TaylorSeerCacheConfig(cache_interval=2))
+        if options:
+            tomesd.apply_patch(model, **options)
+        with model.cache_context("cond"):
+            return [dit.run(model, at_noise(dit, inputs, noise)) for noise in (0.9, 0.8, 0.7, 0.6)]
+
+    plain = run()
+    with pytest.warns(tomesd.MergeWarning, match="reuses nothing"):
+        found = run(**REUSE)
+    assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
 
 
 UNETS = (
@@ -351,6 +370,18 @@ def test_only_one_size_is_kept() -> None:
     smaller = inputs | {"hidden_states": inputs["hidden_states"][..., :-4]}
     dit.run(model, at_noise(dit, smaller, 0.9))
     assert 0 < kept() < before
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "zimage"])
+def test_a_step_of_another_batch_reuses_nothing(name: str) -> None:
+    """Guidance may stop on the way, which halves the batch."""
+    dit = SUPPORTED[name]
+    model, inputs = dit.build(), dit.inputs()
+    half = at_noise(dit, alone(inputs, 0), 0.8)
+    plain = dit.run(model, half)
+    tomesd.apply_patch(model, **REUSE)
+    dit.run(model, at_noise(dit, inputs, 0.9))
+    assert torch.equal(dit.run(model, half), plain)
 
 
 def test_gradients_want_every_block() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import zoo_ldm
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from merging_dit import SUPPORTED
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_diffusers import HOSTS
 
@@ -276,6 +277,21 @@ def test_a_model_is_judged_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) 
     for height in (16, 16, 24, 16):
         run(model, height=height)
     assert asked == [(16, 16), (24, 16)]
+
+
+@pytest.mark.parametrize("name", ["flux", "zimage"])
+def test_a_transformer_is_judged_by_the_items_of_a_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that takes a list of them."""
+    told: list[int] = []
+    judge = policy.judge
+    monkeypatch.setattr(policy, "judge", lambda *a: told.append(a[3]) or judge(*a))
+    dit = SUPPORTED[name]
+    model = tomesd.apply_patch(dit.build(), 0.5, end=1.0)
+    for batch in (2, 3):
+        dit.run(model, dit.inputs(batch=batch))
+    assert told == [2, 3]
 
 
 class Unknown(AttnProcessor):

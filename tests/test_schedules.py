@@ -108,18 +108,12 @@ def test_lists_and_functions() -> None:
 
 
 def test_ranges_and_thresholds() -> None:
+    """None: as the settings say."""
     middle = Settings(start=0.25, end=0.75)
-    assert [ratio_at(t, middle, NOISE) for t in (999, 760, 740, 500, 260, 240, 0)] == [
-        0,
-        0,
-        0.5,
-        0.5,
-        0.5,
-        0,
-        0,
-    ]
+    found = [ratio_at(t, middle, NOISE) for t in (999, 760, 740, 500, 260, 240, 0)]
+    assert found == [0, 0, None, None, None, 0, 0]
     quiet = Settings(tau=0.2)
-    assert [ratio_at(t, quiet, NOISE) for t in (999, 200, 199, 198, 0)] == [0, 0, 0, 0.5, 0.5]
+    assert [ratio_at(t, quiet, NOISE) for t in (999, 200, 199, 198, 0)] == [0, 0, 0, None, None]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,22 @@ def test_in_place(dit: Dit, patch_first: bool, batch: int) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"reuse": 2, "reuse_start": 0.0}, {"share": "steps"}, {"metric": "previous"}],
+    ids=["reuse", "share", "previous"],
+)
+def test_sizes_in_turn_where_tensors_are_kept(options: dict[str, Any]) -> None:
+    """The compiler makes symbols of sizes that change; those of what is kept are numbers."""
+    eager, model = (patch(SD3.build(), **options) for _ in range(2))
+    model.compile(fullgraph=True, backend="eager")
+    for size in ((12, 8), (16, 8)):
+        inputs = alone(SD3.inputs(size=size), 0)
+        for noise in (0.9, 0.8):
+            now = at_noise(SD3, inputs, noise)
+            assert_rounding(SD3.run(model, now), SD3.run(eager, now))
+
+
 def test_wrapped_and_then_patched() -> None:
     """The wrapper becomes the root: it reads what no graph can read."""
     inputs = one(FLUX)

@@ -180,9 +180,15 @@ def test_reference_ratio(dit: Dit, ratio: float | None, left: int) -> None:
     assert_rounding(dit.run(model, alone(inputs, 1))[0], output[1])
 
 
-def test_references_merge_where_the_picture_does_not() -> None:
-    model = patched_model(QWEN_EDIT, ratio=0.01, reference_ratio=0.5)
-    assert set(seen_by_blocks(model, QWEN_EDIT).values()) == {30, 27}
+@pytest.mark.parametrize(("noise", "left"), [(0.9, 27), (0.1, 30)])
+@pytest.mark.parametrize("end", [None, 0.5])
+def test_references_merge_where_the_picture_does_not(
+    noise: float, left: int, end: float | None
+) -> None:
+    """At the steps at which the picture would."""
+    model = patched_model(QWEN_EDIT, ratio=0.0, reference_ratio=0.5, end=end)
+    inputs = at_noise(QWEN_EDIT, QWEN_EDIT.inputs(), noise)
+    assert set(seen_by_blocks(model, QWEN_EDIT, inputs).values()) == {30, left}
 
 
 def test_nothing_in_a_reference_merges_into_the_picture() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from merging_dit import ROWS
@@ -99,6 +100,36 @@ def test_the_first_half_of_the_way_merges(name: str) -> None:
     assert calls == [step for step in expected for _ in range(each)]
 
 
+GROWING = {"use_dynamic_shifting": True}
+LINEAR = {"base_shift": 0.25, "max_shift": 0.75, "time_shift_type": "linear"}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("flux", GROWING), ("flux2", GROWING), ("qwen", GROWING), ("cogview4", GROWING | LINEAR)],
+)
+@pytest.mark.parametrize("steps", [4, 12])
+def test_progress_counts_steps_where_they_shift_with_the_size(
+    name: str, config: dict[str, Any], steps: int
+) -> None:
+    """Every pipeline has its own way to compute how much. The last step is known, too."""
+    pipe, arguments = PIPELINES[name]()
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(**config)
+    tomesd.apply_patch(pipe, ratio=0.0, reuse=99, reuse_start=0.0)
+    progress, ends = [], []
+
+    def note(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        progress.append(patch_of(pipe.transformer).steps.progress)
+        ends.append(patch_of(pipe.transformer).steps.ends)
+        return values
+
+    made(pipe, arguments, num_inference_steps=steps, callback_on_step_end=note)
+    whole = steps - 1 if name == "cogview4" else steps  # its last step is at the end
+    for number, found in enumerate(progress):
+        assert abs(found - number / whole) < 0.1
+    assert ends[-1] and not any(ends[:-2])
+
+
 def test_both_transformers_of_wan() -> None:
     """The one for much noise, and the one for little."""
     pipe, arguments = PIPELINES["wan"]()
@@ -153,6 +184,38 @@ def test_each_part_gets_its_own_settings_back(name: str) -> None:
     with tomesd.patched(pipe, 0.4):
         assert patch_of(second) is not None
     assert patch_of(second) is None and patch_of(first) is patches[0]
+
+
+@pytest.mark.parametrize("name", ["flux_true_cfg", "sd3"])
+def test_an_image_reuses_nothing_of_the_image_before(name: str) -> None:
+    """Which may have been a single step, or interrupted."""
+    pipe, arguments = PIPELINES[name]()
+    arguments["num_inference_steps"] = 4
+    tomesd.apply_patch(pipe, ratio=0.0, reuse=3, reuse_start=0.0)
+    alone = made(pipe, arguments)
+
+    def interrupt(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        pipe._interrupt = True
+        return values
+
+    for changes in ({"num_inference_steps": 1}, {"callback_on_step_end": interrupt}):
+        made(pipe, arguments | changes, seed=5)
+        assert torch.equal(made(pipe, arguments), alone)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "qwen"])
+def test_pipelines_made_of_a_patched_one_share_its_patch(name: str) -> None:
+    """As docs/methods.md says."""
+    pipe, arguments = PIPELINES[name]()
+    tomesd.apply_patch(pipe, 0.5, when="always")
+    merged = made(pipe, arguments)
+    auto = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
+    other = type(pipe).from_pipe(pipe, transformer=pipe.transformer)
+    other.set_progress_bar_config(disable=True)
+    assert auto.transformer is other.transformer is pipe.transformer
+    assert torch.equal(made(other, arguments), merged)
+    tomesd.remove_patch(other)
+    assert patch_of(pipe.transformer) is None
 
 
 def test_presets_and_options_together() -> None:

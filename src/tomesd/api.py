@@ -150,8 +150,7 @@ def _make_patch(
     if not options and preset is None and part.rooted and timeline.noise is not None:
         preset = BEST[part.kind]
     if preset is not None:
-        can = {"coarse": part.can_be_coarse, "reuse": part.can_reuse}
-        options = {**preset_options(preset, part.kind, **can), **options}
+        options = {**preset_options(preset, **part.preset_traits), **options}
     asked = Settings(**options)
     settings = part.settings(asked)
     timeline.check(settings)

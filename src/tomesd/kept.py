@@ -3,6 +3,7 @@
 import sys
 import threading
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Kept(Named):
 
         It keeps its address, so that a CUDA graph can write to it.
         """
-        shape = tuple(int(side) for side in shape)
+        shape = tuple(index(side) for side in shape)  # numbers where the compiler has symbols
         kind = str(dtype).removeprefix("torch.")  # the compiler wants no dot in an attribute
         name = "_".join([name, *map(str, shape), kind, str(device)])
         _allocate(self.name, name, shape, dtype, device, fill)
@@ -51,7 +52,7 @@ class Kept(Named):
         """The note of that name, shape, dtype and device, at these times, `[T]`."""
         value = self.tensor(name, shape, dtype, device)
         now = times.to(device, torch.float32)
-        name = "_".join([name, *(str(int(side)) for side in shape), "time"])
+        name = "_".join([name, *(str(index(side)) for side in shape), "time"])
         last = self.tensor(name, now.shape, torch.float32, device, fill=float("-inf"))
         return Note(value, last, now)
 

@@ -17,6 +17,8 @@ from .state import Patch, Scope, current_scope, is_idle, run_inside
 
 _STATE = "_tomesd"
 _CHECKPOINT = "_gradient_checkpointing_func"
+_IMAGE_DONE = "_reset_stateful_cache"
+"""What pipelines of diffusers call on their models when an image is done."""
 
 class_made: list[Callable[[type, type], None]] = []
 """Called with the base and the new class whenever one is generated. Hosts add to it."""
@@ -85,6 +87,8 @@ def _patched_class(base: Any, role: Role, methods: tuple[str, ...]) -> Any:
     }
     if isinstance(role, Stack | TransformerRoot):
         namespace[_CHECKPOINT] = property(_checkpoint_in_scope, _set_checkpoint)
+    if isinstance(role, UNetRoot | TransformerRoot):
+        namespace[_IMAGE_DONE] = _forget_image
     cls = type(base.__name__, (base,), namespace)
     for name in methods:
         method = _method(cls, role, name)
@@ -108,6 +112,16 @@ def _method(cls: type, role: Role, name: str) -> Any:
         return role.run(self, patch, inner, args, kwargs)
 
     return method
+
+
+def _forget_image(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Makes the next call the first one of an image, also if it is at the time of the last one."""
+    patch = patch_of(self)
+    if patch is not None:
+        patch.steps.restart()
+    forget = getattr(original_class(self), _IMAGE_DONE, None)
+    if forget is not None:
+        forget(self, *args, **kwargs)
 
 
 # Gradient checkpointing runs a block again in the backward pass, on another thread even, when the

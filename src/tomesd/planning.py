@@ -1,5 +1,7 @@
 """Makes the plans of blocks and regions, from what their call of the model knows."""
 
+from operator import index
+
 import torch
 from torch import Tensor, nn
 
@@ -69,7 +71,7 @@ def _memory(
     """
     (batch, n, _), (_, _, remove, _, times) = x.shape, sizes
     triton, tensor = kernels.use_triton(scope.settings.backend, x), scope.patch.kept.tensor
-    name = "_".join(["plan", *(str(int(size)) for size in (*sizes, batch)), str(triton)])
+    name = "_".join(["plan", *(str(index(size)) for size in (*sizes, batch)), str(triton)])
     plan = MergePlan(
         tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
         tensor(f"{name}_order", (batch, n), torch.int32, x.device),

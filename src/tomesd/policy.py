@@ -42,7 +42,8 @@ def read_time(call: Call, timestep: Any, tokens: int, batch: int, obstacle: str 
         call.ratio, call.coarse = 0.0, True
         return
     ratio, selector, *moment = said.split()
-    call.ratio, call.settings = float(ratio), call.patch.by_selector[selector]
+    call.ratio = None if ratio == "None" else float(ratio)
+    call.settings = call.patch.by_selector[selector]
     call.moment = Moment(*map(int, moment)) if moment else None  # type: ignore[arg-type]
 
 
@@ -78,7 +79,7 @@ def _read_time(
         patch.steps.ran = {}
         patch.warn_once(
             "tomesd reuses nothing while gradients are wanted, or something else needs every block "
-            "(a ControlNet, a cache of blocks)"
+            "(a ControlNet, a cache of diffusers)"
         )
         return ratio
     if patch.steps.enter(-time if timeline.rises else time, progress, size):
@@ -133,7 +134,7 @@ def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor) -> Decisio
     if decision.segments and settings.when == "if_faster":
         (level,) = call.patch.outline.levels
         change = Change(level, blocks / level.blocks, layout.tokens, decision.segments)
-        ask = partial(_judge, call, x, x.shape[0] if x.ndim > 2 else 1, [change])
+        ask = partial(_judge, call, x, x.shape[0], [change])
         (decision.left_alone,) = _once(call, x, (blocks, layout.parts), ask)
     return decision
 
@@ -270,7 +271,9 @@ def explain_nothing(call: Call) -> str:
     if call.decisions:
         _, h, w = call.decisions[0].grid
         where += f", where the finest attention has {h}x{w} tokens"
+    coarsest = settings.max_downsample
+    levels = "" if coarsest is None else f"max_downsample={coarsest}, "
     return (
-        f"tomesd merged nothing {where}: max_downsample={settings.max_downsample}, "
-        f"ratio={_ratio(call):g} and {settings.sx}x{settings.sy} cells leave nothing to merge"
+        f"tomesd merged nothing {where}: {levels}ratio={_ratio(call):g} and "
+        f"{settings.sx}x{settings.sy} cells leave nothing to merge"
     )

@@ -1,6 +1,7 @@
 """How the ratio changes while an image is made: from the timestep, and nothing that is counted."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,15 +23,12 @@ class Shift:
 
     factor: float = 3.0
     """s. That of Stable Diffusion 3, unless the scheduler has another."""
-    growth: tuple[float, float, float, float] | None = None
-    """Where s grows with the image: two numbers of tokens, and log s at each."""
+    growth: Callable[[int], float] | None = None
+    """Where s grows with the image: log s, by the number of tokens."""
 
     def steps_left(self, level: float, tokens: int) -> float:
         """The share of the steps that is still to come at a noise level, 0 to 1."""
-        factor = self.factor
-        if self.growth is not None:
-            few, many, low, high = self.growth
-            factor = math.exp(low + (high - low) * (tokens - few) / (many - few))
+        factor = self.factor if self.growth is None else math.exp(self.growth(tokens))
         return level / (factor - (factor - 1) * level)
 
 
@@ -136,8 +134,9 @@ class Timeline:
         return self.image - timestep if self.rises else timestep
 
 
-def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 1) -> float:
-    """What the ratio is at a timestep, for an image of so many tokens."""
+def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 1) -> float | None:
+    """What the ratio is at a timestep, for an image of so many tokens. 0: nothing merges then.
+    None: all merge as the settings say."""
     progress = timeline.progress(time, tokens)
     start, end = settings.span
     if not start <= progress <= end:
@@ -145,6 +144,8 @@ def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 
     if settings.tau is not None and timeline.noise_share(time) >= settings.tau:
         return 0.0
     schedule = settings.schedule
+    if schedule is None:
+        return None
     if isinstance(schedule, str):
         assert settings.ratio_end is not None
         way = progress if schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2

@@ -55,6 +55,8 @@ class Patch(Named):
     kept: Kept = field(default_factory=Kept)
     decisions: "tuple[Decision, ...]" = ()
     """Of the last call."""
+    coarse: bool = False
+    """Whether the last call ran on a coarser image."""
     known: dict[Any, Any] = field(default_factory=dict)
     """See `once`."""
     warned: set[str] = field(default_factory=set)
@@ -150,7 +152,7 @@ class Call:
     timestep: Tensor | None = None
     """`[]` or `[T]`, falling from noise to image."""
     ratio: float | None = None
-    """What the ratio is now, where it changes."""
+    """What the ratio is now, where it changes. 0: nothing merges."""
     moment: Moment | None = None
     """Whether regions run or are reused, where that changes."""
     coarse: bool = False

@@ -65,5 +65,7 @@ def load_transformer(dtype: torch.dtype = torch.float32) -> FluxPipeline:
         tokenizer_2=tokenizer,
         transformer=SpreadFluxTransformer.from_pretrained(own / "transformer", torch_dtype=dtype),
     )
+    # Flux itself reads 512 tokens of text: example calls of tomesd shall be like those of this one.
+    pipe.transformer.register_to_config(text_len=text.config.max_position_embeddings)
     pipe.default_sample_size = GRID  # latent pixels of a side: 256 px
     return pipe

@@ -57,13 +57,13 @@ class Bench:
     merge: RatiosOptions = field(default_factory=RatiosOptions)
 
     def run(self, console: Console) -> None:
-        each = self.merge.each()
+        self.merge.check()
         sizes = [self._parse_size(words) for words in self.sizes]
         check_writable(self.out, folder=True)
         from ..bench import Effort, RowFile, run_cases
         from ..generation.loading import pick_device
 
-        cases = self._cases(each, sizes)
+        cases = self._cases(sizes)
         device = pick_device(self.device)
         warn_of_dtype(self.dtype, device.type)
         effort = Effort(seconds=self.seconds, min_repeats=3)
@@ -93,18 +93,28 @@ class Bench:
         except ValueError as error:
             raise ValueError(f"sizes={words!r}: {error}") from error
 
-    def _cases(self, each: list[Settings], sizes: list[Size]) -> "list[Case]":
+    def _settings(self, model: str) -> list[Settings]:
+        """What to measure on a model. Where a preset depends on the model, it is loaded."""
+        from ..bench import ARCHITECTURES
+        from ..generation.loading import load_pipeline, preset_traits
+
+        if self.merge.preset is None or model in ARCHITECTURES:
+            return self.merge.each()
+        return self.merge.each(**preset_traits(load_pipeline(model, device="cpu")))
+
+    def _cases(self, sizes: list[Size]) -> "list[Case]":
         from ..bench import Case, load_original
 
         if self.original is not None:
             load_original(self.original)  # refuse a wrong folder before the work begins
         axes = product(self.model, self.images, self.attention, self.mode)
+        each = {model: self._settings(model) for model in self.model}
         cases = [
             Case(
                 model=model,
                 height=height,
                 width=width,
-                contenders=self._contenders(each, mode),
+                contenders=self._contenders(each[model], mode),
                 images=images,
                 what=self.what,
                 steps=self.steps,

@@ -35,16 +35,16 @@ class Demo:
     merge: RatiosOptions = field(default_factory=RatiosOptions)
 
     def run(self, console: Console) -> None:
-        each = self.merge.each()
+        self.merge.check()
         check_writable(self.out, folder=True)
         from ..generation import compare
 
         console.print(f"Loading the model ({self.model.model})")
-        from ..generation.loading import kind_of
+        from ..generation.loading import preset_traits
 
         pipe = self.model.load()
-        kind = kind_of(pipe)
-        each = self.merge.each(kind)
+        traits = preset_traits(pipe)
+        each = self.merge.each(**traits)
         with progress_bar(console) as on_progress:
             comparison = compare(
                 pipe,
@@ -61,7 +61,7 @@ class Demo:
             console.print("s / step: the median of one call of the model; the ratios take turns.")
         else:
             console.print("s / step: the mean over the steps of whole images, which differ.")
-        if kind == "transformer" and each[0].end is None and each[0].ratio > 0:
+        if traits["kind"] == "transformer" and each[0].end is None and each[0].ratio > 0:
             console.print(
                 "Transformers merge in the first half of the steps, unless --end is given."
             )

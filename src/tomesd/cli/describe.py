@@ -24,11 +24,11 @@ class Describe:
     def run(self, console: Console) -> None:
         import tomesd
 
-        self.merge.checked()  # what is wrong is said before the model is loaded
-        from ..generation.loading import kind_of
+        self.merge.check()  # what is wrong is said before the model is loaded
+        from ..generation.loading import preset_traits
 
         pipe = self.model.load()
-        merge = self.merge.checked(kind_of(pipe))
+        merge = self.merge.checked(**preset_traits(pipe))
         width, height = self.size or (None, None)
         with tomesd.patched(pipe, **asdict(merge)):
             told = tomesd.describe(pipe, height, width, self.num_frames, steps=self.steps)

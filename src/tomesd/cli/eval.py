@@ -55,10 +55,10 @@ class Eval:
     merge: RatiosOptions = field(default_factory=RatiosOptions)
 
     def run(self, console: Console) -> None:
-        self.merge.each()
+        self.merge.check()
         check_writable(self.out, folder=True)
         from .. import evaluation
-        from ..generation.loading import denoiser, kind_of
+        from ..generation.loading import denoiser, preset_traits
 
         processes = evaluation.Processes(self.model.device)
         if not processes.is_main:
@@ -68,7 +68,7 @@ class Eval:
         reference = None if self.reference is None else evaluation.Reference.of(self.reference)
         console.print(f"Loading the model ({self.model.model})")
         pipe = replace(self.model, device=processes.device(self.model.device)).load()
-        each = self.merge.each(kind_of(pipe))
+        each = self.merge.each(**preset_traits(pipe))
         ratios = [settings.ratio for settings in each]
         vary = evaluation.parse_vary(self.vary)
         definition = evaluation.define(

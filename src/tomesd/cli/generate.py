@@ -43,16 +43,16 @@ class Generate:
     merge: MergeOptions = field(default_factory=MergeOptions)
 
     def run(self, console: Console) -> None:
-        merge = self.merge.checked()
+        self.merge.check()
         prompts = self._prompts()
         if self.images < 1:
             raise ValueError(f"images={self.images}: must be at least 1")
         check_writable(self.out, folder=True)
         from ..generation import save_image
-        from ..generation.loading import kind_of
+        from ..generation.loading import preset_traits
 
         pipe = self.model.load()
-        merge = self.merge.checked(kind_of(pipe))
+        merge = self.merge.checked(**preset_traits(pipe))
         seeds = range(merge.seed, merge.seed + self.images)
         wanted = [(prompt, seed) for prompt in prompts for seed in seeds]
         written = set[Path]()

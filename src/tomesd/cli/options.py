@@ -36,22 +36,38 @@ class MergeOptions(Settings):
     def __post_init__(self) -> None:
         """Checks nothing: while the command line is parsed, an error would come out garbled."""
 
-    def checked(self, kind: presets.Kind = "unet") -> Settings:
-        """The settings for a kind of model, on which a preset depends."""
-        return Settings(**{**self.base(kind), **self.given()})
+    def check(self) -> None:
+        """Refuses what is wrong whatever the model is, before one is loaded."""
+        _check_for_any_model(self.checked)
+
+    def checked(self, **traits: Any) -> Settings:
+        """The settings for a model.
+
+        Args:
+            traits: see `preset_traits`.
+        """
+        return Settings(**{**self.base(**traits), **self.given()})
 
     def given(self) -> dict[str, Any]:
         """What the command line says, also where it is the default: it wins over a preset."""
         names = self.named | presets.changed(self).keys()
         return {f.name: getattr(self, f.name) for f in fields(Settings) if f.name in names}
 
-    def base(self, kind: presets.Kind = "unet") -> dict[str, Any]:
+    def base(self, **traits: Any) -> dict[str, Any]:
         """What the settings file or the preset says."""
         if self.settings is not None and self.preset is not None:
             raise ValueError("give either --settings or --preset")
         if self.settings is not None:
             return presets.load(self.settings)
-        return {} if self.preset is None else presets.preset(self.preset, kind)
+        return {} if self.preset is None else presets.preset(self.preset, **traits)
+
+
+def _check_for_any_model(make: Callable[..., Any]) -> None:
+    """Makes the settings for one kind of model or the other: presets differ."""
+    try:
+        make(kind="unet")
+    except ValueError:
+        make(kind="transformer")
 
 
 @dataclass(frozen=True)
@@ -64,12 +80,15 @@ class RatiosOptions(MergeOptions):
     """Shares of the tokens to remove: 0.25, 0.5 and 0.75 if not given, or with --settings or
     --preset what these say."""
 
-    def each(self, kind: presets.Kind = "unet") -> list[Settings]:
+    def check(self) -> None:
+        _check_for_any_model(self.each)
+
+    def each(self, **traits: Any) -> list[Settings]:
         """The settings with each of the ratios."""
-        merge = self.checked(kind)
+        merge = self.checked(**traits)
         ratios = self.ratios
         if ratios is None:
-            ratios = (merge.ratio,) if self.base(kind) else (0.25, 0.5, 0.75)
+            ratios = (merge.ratio,) if self.base(**traits) else (0.25, 0.5, 0.75)
         if not ratios:
             raise ValueError("ratios: there must be at least one")
         return [replace(merge, ratio=ratio) for ratio in ratios]

@@ -1,4 +1,4 @@
-"""tomesd show: which tokens are merged, as a picture."""
+"""tomesd show: which tokens are merged at which steps, as a picture."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,12 +14,14 @@ from .screen import progress_bar
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..generation import MergeMap
+    from ..generation.maps import StepMaps
 
 
 @dataclass(frozen=True)
 class Show:
-    """Draw which tokens are merged: each slot pale, in its mean colour; what is kept, as it is."""
+    """Draw which tokens are merged: each slot pale, in its mean colour; what is kept, as it is. A
+    step that runs on a coarser image has larger tokens, and one that reuses what the model gave
+    before is grey."""
 
     image: Path | None = None
     """A picture to look at, at its own size unless --size is given."""
@@ -38,7 +40,7 @@ class Show:
     merge: MergeOptions = field(default_factory=MergeOptions)
 
     def run(self, console: Console) -> None:
-        merge = self.merge.checked()
+        self.merge.check()
         if (self.image is None) == (self.prompt is None):
             raise ValueError("give either --image or --prompt")
         steps = self.sampling.steps
@@ -50,10 +52,10 @@ class Show:
         from ..generation.maps import map_at, map_title, three_steps
 
         picture = None if self.image is None else _open(self.image)
-        from ..generation.loading import kind_of
+        from ..generation.loading import preset_traits
 
         pipe = self.model.load()
-        merge = self.merge.checked(kind_of(pipe))
+        merge = self.merge.checked(**preset_traits(pipe))
         steps_shown = three_steps(steps) if self.step is None else (self.step,)
         if picture is not None:
             picture = _fit(pipe, picture, self.sampling.size)
@@ -77,7 +79,7 @@ class Show:
 
     def _make(
         self, console: Console, pipe: Any, merge: Settings
-    ) -> "tuple[Image.Image, list[list[MergeMap]]]":
+    ) -> "tuple[Image.Image, list[StepMaps]]":
         from ..generation import sample_with_maps
 
         prompt = str(self.prompt)

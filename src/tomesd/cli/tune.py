@@ -171,10 +171,11 @@ class Tune:
             refused_options,
             search_space,
         )
+        from ..generation.loading import preset_traits
 
         levels = levels_of(pipe, sampling)
         given = self.merge.given()
-        base = self.merge.base("unet" if levels else "transformer")
+        base = self.merge.base(**preset_traits(pipe))
         space = search_space(levels, given.keys() | refused_options(pipe))
         searched = {choice.name for choice in space}
         # Of a settings file, what the search does not try stays; the rest is where it starts.
@@ -184,7 +185,7 @@ class Tune:
 
     def _check(self) -> None:
         """What can be said before anything is loaded."""
-        self.merge.checked()
+        self.merge.check()
         counts = {name: getattr(self, name) for name in ("trials", "repeats", "batch")}
         for name, count in {**counts, "steps": self.sampling.steps}.items():
             if count < 1:

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from .. import presets
-from ..settings import Settings
 from .options import ImageOptions, MergeOptions, ModelOptions
 
 EMBEDDED = ("unet", "transformer")
@@ -62,12 +61,11 @@ class Ui:
         from ..ui.job import Request, Studio
         from ..ui.page import CSS, THEME, build_page
 
-        merge = MergeOptions(settings=self.settings, preset=self.preset).checked()
+        begin = MergeOptions(settings=self.settings, preset=self.preset)
+        begin.check()
         console.print(f"Loading the model ({self.model.model})")
         studio = Studio(lambda model: replace(self.model, model=model).load(), folder)
-        kind = studio.kind(self.model.model)
-        if self.preset is not None:
-            merge = Settings(**presets.preset(self.preset, kind))
+        merge = begin.checked(**studio.traits(self.model.model))
         start = Request(
             self.model.model, "", seed=merge.seed, settings=merge, **asdict(self.sampling)
         )

@@ -43,7 +43,7 @@ def draw_pareto(results: Sequence[Result], metric: QualityMetric) -> bytes | Non
         _draw_line(axes, label, points, color, marker)
         for point in points:
             where = {"textcoords": "offset points", "xytext": (5, 4)}
-            axes.annotate(f"{point.percent} %", point.place, fontsize=8, color=color, **where)
+            axes.annotate(point.title, point.place, fontsize=8, color=color, **where)
     everything = [point.place for point in _points(results, metric)]
     front = [everything[i] for i in pareto_front(everything, metric.better)]
     if len(front) > 1:
@@ -58,7 +58,7 @@ def draw_pareto(results: Sequence[Result], metric: QualityMetric) -> bytes | Non
 
 @dataclass(frozen=True)
 class _Point:
-    percent: str
+    title: str
     speedup: Estimate
     value: Estimate
 
@@ -78,7 +78,7 @@ def _points(results: Sequence[Result], metric: QualityMetric) -> list[_Point]:
             if value is None and metric.identical is not None:
                 value = Estimate(metric.identical)
         if value is not None and speedup is not None:
-            points.append(_Point(result.variant.percent, speedup, value.times(metric.scale)))
+            points.append(_Point(result.variant.title, speedup, value.times(metric.scale)))
     return points
 
 

@@ -258,8 +258,8 @@ def labels_of(results: Sequence[Result]) -> dict[str, str]:
     methods = methods_of(results)
     for method, rows in methods.items():
         for result in rows:
-            ratio = f"{result.variant.percent} %"
-            labels[result.variant.name] = ratio if len(methods) == 1 else f"{ratio}, {method}"
+            title = result.variant.title
+            labels[result.variant.name] = title if len(methods) == 1 else f"{title}, {method}"
     return labels
 
 

@@ -41,6 +41,14 @@ class Variant:
         """The share of tokens that is removed, in words."""
         return str(self.settings["ratio"]) if self.ratio is None else f"{100 * self.ratio:g}"
 
+    @property
+    def title(self) -> str:
+        """The share of tokens that is removed; or what is done instead of removing any."""
+        used = [name for name in ("coarse", "reuse") if self.settings.get(name)]
+        if self.ratio == 0 and used:
+            return ", ".join(f"{name} {self.settings[name]:g}" for name in used)
+        return f"{self.percent} %"
+
 
 _LONGEST_NAME = 100
 UNMERGED = Variant("unmerged", "unmerged", {})

@@ -120,7 +120,7 @@ def compare(
         seconds = [statistics.mean(one.seconds for one in found) / steps for found in by_ratio]
     rows = _summaries(pipe, settings, ratios, by_ratio, seconds)
     images = tuple(zip(*([one.image for one in found] for found in by_ratio), strict=True))
-    shown = three_steps(len(by_step)) if any(by_step) else ()
+    shown = three_steps(len(by_step)) if any(step.maps for step in by_step) else ()
     maps = tuple(map_at(by_step, step) for step in shown)
     map_titles = tuple(map_title(map, step) for map, step in zip(maps, shown, strict=True))
     return ImageComparison(tuple(prompts), ratios, titles, images, rows, maps, map_titles)

@@ -5,7 +5,7 @@ import json
 import logging
 import pickle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -83,13 +83,13 @@ def denoiser_name(pipe: Any) -> str:
     raise LoadError(f"{type(pipe).__name__} has neither a unet nor a transformer")
 
 
-def kind_of(pipe: Any) -> Literal["unet", "transformer"]:
-    """What presets depend on.
+def preset_traits(pipe: Any) -> dict[str, Any]:
+    """What presets depend on, as arguments of `presets.preset`.
 
     Raises:
         UnsupportedModelError: no tokens can be merged in it.
     """
-    return find_models(pipe)[0].kind
+    return find_models(pipe)[0].preset_traits
 
 
 def pick_device(device: str) -> torch.device:

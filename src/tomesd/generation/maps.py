@@ -1,6 +1,5 @@
 """Merge maps: which tokens shared a slot, as a picture."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,9 +13,11 @@ from torch import nn
 from ..hosts import find_models, find_modules
 from ..patch import patch_of
 from ..plan import MergePlan
+from ..regions.coarse import SIDE
 from ..settings import Settings
 from ..state import Scope
 from .hires import image_to_image
+from .loading import denoiser
 from .sampling import OnStep, Sample, Sampling, call_pipeline, merging, sample
 
 _NOISES = 100
@@ -33,6 +34,10 @@ class MergeMap:
     downsample: int
     slot: NDArray[np.int64]
     """Slot of each token, `[h, w]`."""
+    coarse: bool = False
+    """Whether the model ran on a coarser image, on which each slot is one token."""
+    reused: bool = False
+    """Whether a part of the model was left out, and what it gave before was used again."""
 
     @property
     def slots(self) -> int:
@@ -43,6 +48,25 @@ class MergeMap:
         """Tokens in the slot of each token, `[h, w]`."""
         counts: NDArray[np.int64] = np.bincount(self.slot.ravel())
         return counts[self.slot]
+
+
+@dataclass(frozen=True)
+class StepMaps:
+    """What one step of an image did."""
+
+    maps: tuple[MergeMap, ...]
+    """Of the blocks that merged."""
+    finest: MergeMap | None
+    """The finest tokens, each in a slot of its own, or as few as a coarser image has. None: the
+    step ran no block."""
+    reused: bool
+    """See `MergeMap`."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model ran as it does without a patch."""
+        coarse = self.finest is not None and self.finest.coarse
+        return not (self.maps or self.reused or coarse)
 
 
 @contextmanager
@@ -97,49 +121,70 @@ def record_maps(model: Any, *, every_block: bool = True) -> Iterator[list[MergeM
 
 def sample_with_maps(
     pipe: Any, prompt: str, settings: Settings, on_step: OnStep | None = None, **options: Any
-) -> tuple[Sample, list[list[MergeMap]]]:
-    """An image, and the maps of each of its steps: none where nothing was merged.
+) -> tuple[Sample, list[StepMaps]]:
+    """An image, and what each of its steps did.
 
     Args:
         options: as in `sample`.
     """
-    ends = [0]
+    steps: list[StepMaps] = []
 
     def note(done: int) -> None:
-        ends.append(len(maps))
+        steps.append(_last_step(pipe, maps))
+        maps.clear()
         if on_step is not None:
             on_step(done)
 
     with merging(pipe, settings), record_maps(pipe) as maps:
         made = sample(pipe, prompt, on_step=note, **options)
-    return made, [maps[start:end] for start, end in itertools.pairwise(ends)]
+    return made, steps
 
 
-def map_at(by_step: Sequence[Sequence[MergeMap]], step: int, level: int | None = None) -> MergeMap:
-    """Of the maps of each step, that of the first block at one step.
+def _last_step(pipe: Any, maps: Sequence[MergeMap]) -> StepMaps:
+    """What the last step of a patched pipeline did, which recorded these maps."""
+    patch = patch_of(denoiser(pipe))
+    if patch is None or not patch.decisions:
+        return StepMaps(tuple(maps), None, patch is not None and patch.steps.reused)
+    finest = patch.decisions[0]
+    frames, h, w = finest.grid
+    slot = np.arange(frames * h * w).reshape(frames * h, w)
+    if patch.coarse:
+        slot = np.kron(slot, np.ones((SIDE, SIDE), dtype=np.int64))
+    whole = MergeMap("", 0.0, finest.level, slot, coarse=patch.coarse)
+    return StepMaps(tuple(maps), whole, patch.steps.reused)
+
+
+def map_at(steps: Sequence[StepMaps], number: int, level: int | None = None) -> MergeMap:
+    """Of what the steps of an image did, the map of the first block that merges, at one step.
 
     Where nothing was merged at this step, every token has a slot of its own.
 
     Args:
         level: downsampling of the blocks; the finest that is merged at any step, if None.
     """
-    found = [map for maps in by_step for map in maps]
-    levels = sorted({map.downsample for map in found})
-    if not levels:
+    if all(step.plain for step in steps):
         raise ValueError("nothing is merged with these options at this size")
+    found = [map for step in steps for map in step.maps]
+    found = found or [step.finest for step in steps if step.finest is not None]
+    levels = sorted({map.downsample for map in found})
     level = levels[0] if level is None else level
     if level not in levels:
         raise ValueError(
             f"level={level}: merged are {', '.join(map(str, levels))}; --max-downsample merges more"
         )
-    first = next(map for map in found if map.downsample == level)
-    alone = replace(first, slot=np.arange(first.slot.size).reshape(first.slot.shape))
-    return next((map for map in by_step[step] if map.layer == first.layer), alone)
+    first, step = next(map for map in found if map.downsample == level), steps[number]
+    merged = next((map for map in step.maps if map.layer == first.layer), None)
+    if merged is None and step.finest is not None and step.finest.coarse:
+        merged = step.finest
+    alone = replace(first, slot=np.arange(first.slot.size).reshape(first.slot.shape), coarse=False)
+    return replace(merged or alone, reused=step.reused)
 
 
 def map_title(map: MergeMap, step: int) -> str:
-    left = f"{map.slots} of {map.slot.size} tokens"
-    return f"step {step}: {left if map.slots < map.slot.size else 'nothing merged'}"
+    words = [f"{map.slots} of {map.slot.size} tokens"] if map.slots < map.slot.size else []
+    words += ["coarse"] if map.coarse else []
+    words += ["reused"] if map.reused else []
+    return f"step {step}: {', '.join(words) or 'nothing merged'}"
 
 
 def three_steps(steps: int) -> tuple[int, ...]:
@@ -149,8 +194,8 @@ def three_steps(steps: int) -> tuple[int, ...]:
 
 def map_of_image(
     pipe: Any, image: Image.Image, settings: Settings, *, noise: float = 0.3
-) -> list[MergeMap]:
-    """The maps of a given picture: it is noised to a share of the schedule, and denoised one step.
+) -> StepMaps:
+    """What a step does to a given picture, which is noised to a share of the schedule before.
 
     Args:
         pipe: one that diffusers has an image-to-image form of.
@@ -167,7 +212,7 @@ def map_of_image(
     sampling = Sampling(*image.size, steps=_NOISES, guidance=1.0)
     with merging(form, settings), record_maps(form) as maps:
         call_pipeline(form, inputs, [settings.seed], sampling)
-    return maps
+        return _last_step(form, maps)
 
 
 def _stop(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -180,13 +225,15 @@ def draw_map(map: MergeMap, image: Image.Image) -> Image.Image:
 
     Tokens that stayed alone are drawn as they are, and no line crosses them: what is pale was
     merged, with thin white lines between the slots, and what looks like the picture was kept.
+    Where a part of the model was left out and nothing merged, the picture is grey.
 
     Args:
         image: the picture that the tokens belong to, of any size.
     """
     h, w = map.slot.shape
     scale = max(8, image.width // w)  # pixels per token
-    image = image.convert("RGB")
+    left_out = map.reused and map.slots == map.slot.size
+    image = image.convert("L" if left_out else "RGB").convert("RGB")
     tokens = np.asarray(image.resize((w, h), Image.Resampling.BOX), dtype=float)
     slot = map.slot.ravel()
     count = np.bincount(slot)

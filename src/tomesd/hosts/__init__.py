@@ -65,6 +65,11 @@ class FoundModel:
         """Whether steps can leave out a part of it."""
         return self.row is not None or unets.can_reuse(self.module)
 
+    @property
+    def preset_traits(self) -> dict[str, Any]:
+        """What presets depend on, as arguments of `presets.preset`."""
+        return {"kind": self.kind, "coarse": self.can_be_coarse, "reuse": self.can_reuse}
+
     def settings(self, asked: Settings) -> Settings:
         """Fills in the defaults of this kind of model where no option was given.
 
@@ -82,13 +87,14 @@ class FoundModel:
         """The timeline of its timesteps: the row's, or else the scheduler's.
 
         A flow timeline from the scheduler takes precedence: it is ComfyUI's, where nodes can change
-        it. The shift is always the scheduler's.
+        it. The shift is the scheduler's too, unless it grows with the image, and the row knows how.
         """
         known = self.row.timeline if self.row is not None else None
         known = known(self.module) if callable(known) else known
         if known is None or of_scheduler.flow:
             return of_scheduler
-        return replace(known, shift=of_scheduler.shift)
+        own = known.shift.growth is not None and of_scheduler.shift.growth is not None
+        return known if own else replace(known, shift=of_scheduler.shift)
 
     def sites(self, settings: Settings) -> list[Site]:
         """The modules to patch, with their roles. One with two roles appears twice, inner first."""

@@ -1,5 +1,6 @@
 """The timeline of a model's timesteps, as its scheduler defines it."""
 
+import functools
 from typing import Any
 
 import torch
@@ -41,9 +42,15 @@ def _shift(config: Any) -> Shift:
     """The shift of a flow scheduler."""
     if config.get("use_dynamic_shifting") and "base_shift" in config:
         few, many = config["base_image_seq_len"], config["max_image_seq_len"]
-        return Shift(growth=(few, many, config["base_shift"], config["max_shift"]))
+        low, high = config["base_shift"], config["max_shift"]
+        return Shift(growth=functools.partial(_evenly, few, many, low, high))
     factor = config.get("shift", config.get("flow_shift"))
     return Shift() if factor is None else Shift(float(factor))
+
+
+def _evenly(few: int, many: int, low: float, high: float, tokens: int) -> float:
+    """log s, if it grows evenly from `low` at `few` tokens to `high` at `many`."""
+    return low + (high - low) * (tokens - few) / (many - few)
 
 
 def _shares(kept: Any) -> tuple[float, ...] | None:

@@ -132,7 +132,7 @@ class Transformer:
             allowed = ", ".join(map(repr, self.targets))
             raise ValueError(f"target={settings.target!r}: a {self.name} allows one of {allowed}")
         if settings.st != 1 and not latent.frames:
-            settings.refuse(["st"], self.name, ": it has no frames")
+            settings.refuse(["st"], self.name, ": its blocks see single images")
         if not latent.references:
             settings.refuse(["reference_ratio"], self.name, ": it takes no reference images")
         if settings.coarse and self.coarse is None:
@@ -140,7 +140,9 @@ class Transformer:
         if settings.metric == "keys":
             settings.refuse(["metric"], self.name)
         if settings.metric == "clean" and not self.flow:
-            raise ValueError(f"metric='clean': a {self.name} is no rectified flow")
+            raise ValueError(
+                f"metric='clean': a {self.name} is no rectified flow that is told its noise level"
+            )
         if isinstance(settings.protect, str):
             raise ValueError(
                 f"protect={settings.protect!r}: a {self.name} allows a mask [h, w] only"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..layout import Layout
 from ..metric import expect_clean, note_guidance, recall_guidance
 from ..planning import load_kernels
-from ..policy import decide, decide_layout, explain_nothing, read_time
+from ..policy import decide, decide_layout, explain_nothing, level_of, read_time
 from ..state import Call, Decision, Patch, Scope, current_scope, refuse_outside, run_inside
 from .coarse import SIDE, Coarse, coarse_unet, halved, unet_obstacle
 from .role import Given, Inner, Role
@@ -29,7 +29,6 @@ class _Root(Role):
         self,
         patch: Patch,
         given: Given,
-        latent: Tensor,
         size: Any,
         tokens: int,
         apart: bool,
@@ -38,13 +37,12 @@ class _Root(Role):
         """Collects what is known about a call before any block runs.
 
         Args:
-            latent: the model's input, batch first.
             size: height and width of the latent.
             tokens: image tokens in the call.
             apart: see `Call`.
             obstacle: why the call cannot be made coarse, if it cannot.
         """
-        value, timestep = given[self.time], None
+        latent, value, timestep = _batch(given[self.names[0]]), given[self.time], None
         if value is not None:
             # As a Python number, it would make torch.compile recompile at each step.
             timestep = value if isinstance(value, Tensor) else torch.tensor([value])
@@ -57,7 +55,7 @@ class _Root(Role):
     def finish_call(self, call: Call) -> None:
         patch = call.patch
         if not torch.compiler.is_compiling():
-            patch.decisions = tuple(call.decisions)
+            patch.decisions, patch.coarse = tuple(call.decisions), call.coarse
         merged = any(decision.remove > 0 for decision in call.decisions)
         if call.settings.active and call.ratio != 0 and not merged and not call.reuses:
             patch.warn_once(explain_nothing(call))
@@ -74,7 +72,7 @@ class UNetRoot(_Root):
             return inner(*args, **kwargs)
         (h, w), apart = latent.shape[-2:], torch.is_grad_enabled()
         obstacle = unet_obstacle(module, given) if patch.settings.coarse else ""
-        call = self.start_call(patch, given, latent, (h, w), h * w, apart, obstacle)
+        call = self.start_call(patch, given, (h, w), h * w, apart, obstacle)
         call.fullness = fullness(latent.shape[0], kwargs)
         recall_guidance(call, latent)
         if call.coarse:
@@ -112,17 +110,19 @@ class TransformerRoot(_Root):
         _refuse_split_sequences(module)
         given = Given(self.names, args, kwargs)
         layout = self.read(module, given)
-        latent = _first_tensor((*args, *kwargs.values()))
+        latent = _batch(given[self.names[0]])
         obstacle = self._coarse_obstacle(module, patch, given, layout)
         if scope is not None:  # `describe` has started the call
             call = scope.call
             call.coarse = call.coarse and not obstacle
         else:
-            apart, tokens = self._needs_all_tokens(module, given), math.prod(layout.grid)
-            call = self.start_call(patch, given, latent, layout.size, tokens, apart, obstacle)
+            tokens, apart = math.prod(layout.grid), self._needs_all_tokens(module, given)
+            if patch.settings.reuse is not None:  # a cache counts the steps that run a layer
+                apart = apart or self._caches_attention(module)
+            call = self.start_call(patch, given, layout.size, tokens, apart, obstacle)
         if call.coarse:
             return self._run_coarse(call, given, layout, inner)
-        call.fullness = fullness(latent.shape[0] if latent.ndim > 2 else 1, kwargs)
+        call.fullness = fullness(latent.shape[0], kwargs)
         decision = decide_layout(call, layout, self.merging, latent)
         if decision.merges and call.settings.metric == "clean":
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
@@ -147,7 +147,8 @@ class TransformerRoot(_Root):
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         frames, h, w = layout.grid
         grid = (frames, halved(h), halved(w))
-        decision = Decision(grid, 0, math.prod(grid))
+        level = level_of(layout.size, layout.grid[1:])
+        decision = Decision(grid, 0, math.prod(grid), level=level)
         call.decisions.append(decision)
         run = functools.partial(run_inside, Scope(call, decision), inner)
         output = self.coarse.run(given, layout, call.patch.timeline, self.time, run)
@@ -209,13 +210,14 @@ def _hooks(module: nn.Module) -> list[str]:
     return [] if registry is None else list(registry.hooks)
 
 
-def _first_tensor(values: Any) -> Tensor:
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-        if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-            return value[0]
-    raise TypeError("tomesd found no tensor among the arguments of the model")
+def _batch(latents: Any) -> Tensor:
+    """The model's input, `[B, ...]`. Of a list of items, only the shape and the dtype are right."""
+    if isinstance(latents, Tensor):
+        return latents
+    item = latents[0]
+    while not isinstance(item, Tensor):
+        item = item[0]
+    return item.expand(len(latents), *item.shape)
 
 
 @dataclass(frozen=True)

@@ -224,10 +224,10 @@ class Events:
         if name == DEFAULTS:
             return self._inputs.show(Settings())
         try:
-            kind = self._studio.kind(model)
+            traits = self._studio.traits(model)
         except Exception as error:
             return {self._outputs.status: note(_sentence(error), "error")}
-        return self._inputs.show(Settings(**presets.preset(name, kind)))
+        return self._inputs.show(Settings(**presets.preset(name, **traits)))
 
     def _follow(self, name: str, model: str) -> dict[Any, Any]:
         """A preset means something else on another kind of model."""

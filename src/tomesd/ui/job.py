@@ -14,12 +14,10 @@ from PIL import Image
 
 from ..generation import MergeMap, Sample, draw_map, record_maps, sample, save_image
 from ..generation.hires import enlarged_size, image_to_image, redraw, second_pass
-from ..generation.loading import denoiser
+from ..generation.loading import denoiser, preset_traits
 from ..generation.progress import OnProgress, silent
 from ..generation.sampling import OnStep, merging
-from ..hosts import find_models
 from ..patch import patch_of
-from ..presets import Kind
 from ..settings import MergeWarning, Settings
 
 _KEEP = 24
@@ -111,7 +109,7 @@ class Studio:
         self._one_at_a_time = threading.Lock()
         self._model: str | None = None
         self._pipe: Any = None
-        self._kinds: dict[str, Kind] = {}
+        self._traits: dict[str, dict[str, Any]] = {}
         self._warm: set[Any] = set()
         self._kept: dict[str, tuple[Request, Sample]] = {}
         """The last small and the last unmerged image, which depend on no settings."""
@@ -127,16 +125,16 @@ class Studio:
             self._kept.clear()
             self._warm.clear()
             self._pipe = self._load(model)
-            self._kinds[model] = find_models(self._pipe)[0].kind
+            self._traits[model] = preset_traits(self._pipe)
             self._model = model
         return self._pipe
 
-    def kind(self, model: str) -> Kind:
-        """What kind of model it is. One that has never been loaded is, after the jobs before."""
-        if model not in self._kinds:
+    def traits(self, model: str) -> dict[str, Any]:
+        """What presets depend on. A model that has never been loaded is, after the jobs before."""
+        if model not in self._traits:
             with self._one_at_a_time:
                 self.pipeline(model)
-        return self._kinds[model]
+        return self._traits[model]
 
     def begin(self, owner: str) -> None:
         """Forgets that an earlier job of the owner was stopped."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zoo_diffusers import module_state
 
 import tomesd
+from tomesd.generation import sample
 from tomesd.patch import patch_of
 from tomesd.settings import Settings
 
@@ -30,6 +31,12 @@ def pipeline_state(pipe: Any) -> dict[str, Any]:
     """Classes and attribute names of all models of a pipeline, and of the pipeline itself."""
     states: dict[str, Any] = {name: module_state(part) for name, part in models(pipe).items()}
     return states | {"pipeline": (type(pipe), frozenset(vars(pipe)))}
+
+
+def test_commands_say_that_they_make_no_videos() -> None:
+    pipe, _ = PIPELINES["wan"]()
+    with pytest.raises(ValueError, match="a WanPipeline makes videos, and this makes images only"):
+        sample(pipe, "a cat", size=(128, 128), steps=1)
 
 
 def made(pipe: Any, arguments: dict[str, Any], **changes: Any) -> Tensor:

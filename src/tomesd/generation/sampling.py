@@ -156,6 +156,11 @@ def sample_batch(
     Args:
         given: what else the pipeline gets, such as an image to begin with.
     """
+    if "num_frames" in _parameters(pipe):
+        raise ValueError(
+            f"a {type(pipe).__name__} makes videos, and this makes images only: call the pipeline "
+            "itself, after tomesd.apply_patch(pipe)"
+        )
     device = denoiser(pipe).device
     inputs: dict[str, Any] = {"prompt": list(prompts), **given}
     if _takes_negative(pipe):

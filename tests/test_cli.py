@@ -387,7 +387,9 @@ def test_estimates_are_as_exact_as_they_are(seconds: float, words: str) -> None:
 
 
 def test_an_estimate_counts_the_steps(monkeypatch, model: str) -> None:
-    made = Batch((), seconds=10.0, step_seconds=3.0, peak_mib=None, flagged=())
+    made = Batch(
+        (), seconds=10.0, step_seconds=3.0, mean_step_seconds=3.0, peak_mib=None, flagged=()
+    )
     monkeypatch.setattr("tomesd.generation.sampling.sample_batch", lambda *args: made)
     assert estimate_seconds(None, Sampling(64, 64, steps=20), 4) == 10 + 18 * 3
     assert estimate_seconds(None, Sampling(64, 64, steps=1)) == 10

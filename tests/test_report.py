@@ -325,7 +325,7 @@ def test_the_front_is_what_no_other_beats(points: list, better: str) -> None:
 
 def test_methods_are_told_apart_by_what_differs() -> None:
     def result(name: str, kind: Any, **settings: Any) -> Result:
-        return Result(Variant(name, kind, settings), 4, 1.0, Estimate(1.2), 10.0, 0, {})
+        return Result(Variant(name, kind, settings), 4, 1.0, 0.1, Estimate(1.2), 10.0, 0, {})
 
     results = [
         result("unmerged", "unmerged"),
@@ -348,7 +348,7 @@ def test_methods_are_told_apart_by_what_differs() -> None:
 
 def test_there_is_no_plot_of_nothing() -> None:
     lpips = next(metric for metric in METRICS if metric.name == "lpips")
-    result = Result(Variant("a", "merged", {"ratio": 0.5}), 4, None, None, None, 0, {})
+    result = Result(Variant("a", "merged", {"ratio": 0.5}), 4, None, None, None, None, 0, {})
     assert draw_pareto([result], lpips) is None
 
 

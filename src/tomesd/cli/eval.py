@@ -144,6 +144,7 @@ def _tables(results: "Sequence[Result]") -> list[Table]:
     cost = {
         "": [name(r) for r in results],
         "s / image": ["-" if r.seconds is None else f"{r.seconds:.3f}" for r in results],
+        "s / step": ["-" if r.step_seconds is None else f"{r.step_seconds:.3f}" for r in results],
         "speed-up": ["-" if r.speedup is None else r.speedup.times_faster() for r in results],
     }
     if any(r.peak_mib is not None for r in results):  # not on a CPU

@@ -174,6 +174,7 @@ def _save(
             "batch": task.batch,
             "images": len(task.items),
             "seconds": made.seconds,
+            "step_seconds": made.mean_step_seconds,
             "peak_mib": made.peak_mib,
             "flagged": made.flagged[place],
             **note,

@@ -29,6 +29,8 @@ class Result:
     images: int
     seconds: float | None
     """Per image: the median over the batches. None if no batch was timed."""
+    step_seconds: float | None
+    """Per image, of a step on average: the same."""
     speedup: Estimate | None
     """Against no merging."""
     peak_mib: float | None
@@ -122,7 +124,7 @@ def write_results(
 ) -> list[Result]:
     """Makes the table of a run whose images are all made and scored. Calls no network."""
     records = run.records()
-    times = _times(records, definition)
+    timed = _timed(records, definition)
     unmerged = ImageSet.of_variant(run, definition, UNMERGED, judges)
     compared_with = {"unmerged": read_scores(run, unmerged, judges)}
     if reference is not None:
@@ -137,7 +139,7 @@ def write_results(
             del others["unmerged"]  # no set is compared with itself
         metrics = _metrics(judges, scores, others)
         of_variant = {i: r for (name, i), r in records.items() if name == variant.name}
-        rows.append(_result(variant, definition, metrics, of_variant, times))
+        rows.append(_result(variant, definition, metrics, of_variant, timed))
         image_rows += _image_rows(variant, definition, scores, of_variant)
     write_text(run.path / "images.jsonl", json_lines(image_rows))
     write_text(run.path / "scoring.json", json.dumps(_about(judges, reference), indent=1) + "\n")
@@ -162,25 +164,25 @@ def _metrics(judges: Judges, scores: Arrays, others: Mapping[str, Arrays]) -> di
     return found
 
 
-def _times(
+def _timed(
     records: dict[tuple[str, int], Record], definition: Definition
-) -> dict[str, dict[int, float]]:
-    """By variant and batch: seconds per image, of the batches that tell what is usual.
+) -> dict[str, dict[int, Record]]:
+    """By variant and batch: a record of each batch that tells what is usual.
 
     If some were timed with all variants, it is those alone: a speed-up is then what the seconds
     beside it say.
     """
-    times = {}
+    found = {}
     for variant in definition.variants:
         timed = [record for (name, _), record in records.items() if name == variant.name]
         # The first one may be slow, and the last one smaller; better those than none.
         timed = [record for record in timed if not record["first"]] or timed
         timed = [record for record in timed if record["images"] == definition.batch] or timed
-        times[variant.name] = {r["batch"]: r["seconds"] / r["images"] for r in timed}
-    common = set.intersection(*(set(found) for found in times.values()))
+        found[variant.name] = {record["batch"]: record for record in timed}
+    common = set.intersection(*(set(batches) for batches in found.values()))
     if not common:
-        return times
-    return {name: {batch: found[batch] for batch in common} for name, found in times.items()}
+        return found
+    return {name: {batch: of[batch] for batch in common} for name, of in found.items()}
 
 
 def _result(
@@ -188,9 +190,11 @@ def _result(
     definition: Definition,
     metrics: dict[str, Estimate],
     records: dict[int, Record],
-    all_times: dict[str, dict[int, float]],
+    all_timed: dict[str, dict[int, Record]],
 ) -> Result:
-    times, base_times = all_times[variant.name], all_times[UNMERGED.name]
+    timed = all_timed[variant.name]
+    times, steps = (_per_image(timed, name) for name in ("seconds", "step_seconds"))
+    base_times = _per_image(all_timed[UNMERGED.name], "seconds")
     both = sorted(times.keys() & base_times.keys())
     speedup = None
     if both and variant.kind != UNMERGED.kind:
@@ -204,12 +208,21 @@ def _result(
     return Result(
         variant=variant,
         images=len(definition.items),
-        seconds=float(np.median(list(times.values()))) if times else None,
+        seconds=_median(times),
+        step_seconds=_median(steps),
         speedup=speedup,
         peak_mib=max(peaks, default=None),
         flagged=sum(record["flagged"] for record in records.values()),
         metrics=metrics,
     )
+
+
+def _per_image(timed: dict[int, Record], name: str) -> dict[int, float]:
+    return {batch: record[name] / record["images"] for batch, record in timed.items()}
+
+
+def _median(times: dict[int, float]) -> float | None:
+    return float(np.median(list(times.values()))) if times else None
 
 
 def _image_rows(

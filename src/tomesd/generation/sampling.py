@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -77,6 +78,8 @@ class Batch:
     seconds: float
     step_seconds: float
     """The fastest step: what a step takes when nothing else gets in its way."""
+    mean_step_seconds: float
+    """Steps may differ: some leave out a part of the model, or run on a coarser image."""
     peak_mib: float | None
     """Memory in use at the highest point, beyond what was in use before. None on a CPU."""
     flagged: tuple[bool, ...]
@@ -170,10 +173,11 @@ def sample_batch(
         inputs |= _callback(pipe, clock, on_step)
         start = time.perf_counter()
         output = call_pipeline(pipe, inputs, seeds, sampling)
-        fastest = clock.fastest()  # waits for the GPU
+        fastest, mean = clock.steps()  # waits for the GPU
         seconds = time.perf_counter() - start
     flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(prompts)
-    return Batch(tuple(output.images), seconds, fastest, peak[0], tuple(map(bool, flagged)))
+    safe = tuple(map(bool, flagged))
+    return Batch(tuple(output.images), seconds, fastest, mean, peak[0], safe)
 
 
 def estimate_seconds(pipe: Any, sampling: Sampling, images: int = 1) -> float:
@@ -220,13 +224,19 @@ class _Clock:
         event.record(torch.cuda.current_stream(self._device))
         self._ticks.append(event)
 
-    def fastest(self) -> float:
-        """Seconds between two ticks, at least."""
-        pairs = itertools.pairwise(self._ticks)
+    def steps(self) -> tuple[float, float]:
+        """Seconds of the fastest step, and of a step on average.
+
+        The first one has the text in it, and does not count if there are others.
+        """
+        taken = [self._between(*pair) for pair in itertools.pairwise(self._ticks)]
+        return min(taken), statistics.mean(taken[1:] or taken)
+
+    def _between(self, before: Any, after: Any) -> float:
         if self._device.type != "cuda":
-            return float(min(after - before for before, after in pairs))
-        torch.cuda.synchronize(self._device)
-        return float(min(before.elapsed_time(after) for before, after in pairs)) / 1000
+            return float(after - before)
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1000
 
 
 def _callback(pipe: Any, clock: _Clock, on_step: OnStep | None) -> dict[str, Any]:

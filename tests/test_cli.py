@@ -181,8 +181,8 @@ def test_what_is_given_wins_over_a_preset_in_every_command(command: str) -> None
     given = parse([command, "--preset", "balanced", "--ratios" if several else "--ratio", "0.5"])
     preset = parse([command, "--preset", "balanced"])
     merges = [one.merge.each()[0] if several else one.merge.checked() for one in (given, preset)]
-    assert [merge.ratio for merge in merges] == [0.5, 0.75]
-    assert [merge.window for merge in merges] == [8, 8]
+    assert [merge.ratio for merge in merges] == [0.5, 0.0]
+    assert [merge.reuse for merge in merges] == [2, 2]
     if several:  # what a newcomer types is understood
         assert [m.ratio for m in parse([command, "--ratio", "0.3"]).merge.each()] == [0.3]
         assert [m.ratio for m in parse([command]).merge.each()] == [0.25, 0.5, 0.75]
@@ -204,7 +204,7 @@ def test_a_benchmark_of_several_models_gives_each_its_own_preset() -> None:
     bench = parse(["bench", "--model", "transformer", "sd15", "--preset", "fast"])
     first, second = (case.contenders[1].settings for case in bench._cases([]))
     assert (first.reuse, first.coarse, first.ratio) == (6, 0.35, 0)
-    assert (second.reuse, second.target, second.ratio) == (None, "stack", 0.5)
+    assert (second.reuse, second.coarse, second.ratio) == (2, None, 0)
 
 
 def test_describe_says_the_ratio_that_was_given(model: str, capsys) -> None:

@@ -142,7 +142,7 @@ def test_no_warning_where_there_is_nothing_to_say(ratio: float) -> None:
     [
         (SDXL, {"max_downsample": 1}, (16, 16)),
         (PIXART, {"max_downsample": 1}, (16, 16)),
-        (SD1, {}, (1, 1)),
+        (SD1, {"ratio": 0.5}, (1, 1)),
         (SD1, {"ratio": 0.001}, (8, 8)),
         (SD1, {"sx": 1, "sy": 1, "ratio": 0.0001}, (8, 8)),
     ],

@@ -391,17 +391,20 @@ def test_closer_to_each_other_in_their_distance_from_the_mean(seed: int) -> None
 
 def test_presets_are_settings_that_options_win_over() -> None:
     model = tomesd.apply_patch(SD1.build(), preset="fast")
-    assert patch_of(model).asked == Settings(target="stack", ratio=0.5, end=0.7)
+    assert patch_of(model).asked == Settings(ratio=0.0, reuse=2, reuse_within=0.15)
     tomesd.apply_patch(model, 0.25, preset="fast", seed=3)
-    assert patch_of(model).asked == Settings(target="stack", ratio=0.25, end=0.7, seed=3)
+    assert patch_of(model).asked == Settings(ratio=0.25, reuse=2, reuse_within=0.15, seed=3)
     assert patch_of(model).settings == patch_of(model).asked.filled(**DEFAULTS)
 
 
 def test_an_option_that_is_given_wins_also_when_it_equals_its_default() -> None:
     model = tomesd.apply_patch(SD1.build(), ratio=0.5, preset="balanced")
     assert patch_of(model).settings.ratio == 0.5
-    tomesd.apply_patch(model, preset="fast", end=1.0)
-    assert patch_of(model).settings.end == 1.0
+    tomesd.apply_patch(model, preset="balanced", reuse_start=0.0, reuse_within=None)
+    assert (patch_of(model).settings.reuse_start, patch_of(model).settings.reuse_within) == (
+        0,
+        None,
+    )
 
 
 def test_copies_keep_notes_of_their_own() -> None:

@@ -432,14 +432,14 @@ def test_after_a_reload_the_page_works_and_shows_what_was_made(page: Any, addres
 
 
 def test_settings_are_saved_and_loaded(page: Any, tmp_path: Path) -> None:
-    choose(page, "preset", "fast")
-    page.wait_for_function("document.querySelector('#option-end textarea').value == '0.7'")
+    choose(page, "preset", "balanced")
+    page.wait_for_function("document.querySelector('#option-reuse_start textarea').value == '0.25'")
     page.fill("#seed input", "4")
     with page.expect_download() as download:
         page.click("#save")
     saved = tmp_path / "settings.json"
     download.value.save_as(saved)
-    assert Settings(**presets.load(saved)) == Settings(**presets.preset("fast"), seed=4)
+    assert Settings(**presets.load(saved)) == Settings(**presets.preset("balanced"), seed=4)
 
     presets.save(saved, Settings(ratio=0.3, level_ratios={1: 0.25}, seed=9))
     page.set_input_files("input[type=file]", saved)

@@ -433,7 +433,8 @@ def test_after_a_reload_the_page_works_and_shows_what_was_made(page: Any, addres
 
 def test_settings_are_saved_and_loaded(page: Any, tmp_path: Path) -> None:
     choose(page, "preset", "balanced")
-    page.wait_for_function("document.querySelector('#option-reuse_start textarea').value == '0.25'")
+    ratio = "document.querySelector('#option-ratio input[type=number]')"
+    page.wait_for_function(f"{ratio}.value == '0'")
     page.fill("#seed input", "4")
     with page.expect_download() as download:
         page.click("#save")

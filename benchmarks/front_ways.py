@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from tomesd.presets import PRESETS
+
 __all__ = ["WAYS", "Way"]
 
 Options = dict[str, Any]
@@ -144,6 +146,8 @@ TRANSFORMER = [
     coarse(0.35, every=3, **ALL),
     *(coarse(end, every=every) for end in (0.15, 0.25, 0.35) for every in (2, 3, 4)),
     coarse(0.25, every=3, start=0.5),
+    # With few steps, presets do something else than their rows above.
+    *(Way("presets", f"preset {name}", o, share=FEW) for name, o in PRESETS["transformer"].items()),
 ]
 
 

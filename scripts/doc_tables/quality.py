@@ -50,7 +50,7 @@ FID_OF_PAPER = {
     "flat 50 %": "35.66",
 }
 FAMILIES = (
-    *("unmerged", "fewer steps", "merging", "reuse", "merging, reuse"),
+    *("unmerged", "fewer steps", "merging", "presets", "reuse", "merging, reuse"),
     *("coarse", "coarse, reuse", "coarse, fewer steps"),
     *("first block cache", "MagCache", "TaylorSeer", "DeepCache"),
 )

@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> list[str]:
         told = [f"{name} {row[name]:.4g}" for name in TOLD if row.get(name) is not None]
         print(f"{args.spent():4.0f} s  {way.label}: {', '.join(told)}", flush=True)
     if strips:
-        sheet = label_grid([*strips.values()], [""] * COLUMNS, [*strips])
+        sheet = label_grid([*strips.values()], [""] * len(strips["unmerged"]), [*strips])
         sheet.save(args.out / "sheet.jpg", quality=85)
     return problems
 

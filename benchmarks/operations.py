@@ -1,4 +1,4 @@
-"""Counts the operations of models as published, merged and with steps left out. Measures no time.
+"""Counts the operations of models, merged and with steps left out. Measures no time.
 
 python benchmarks/operations.py [--rows SDXL]
 """
@@ -15,6 +15,7 @@ from dit_settings import SETTINGS
 import tomesd
 from tomesd.bench import RowFile
 from tomesd.bench.models import ARCHITECTURES
+from tomesd.generation import load_pipeline
 
 STEPS = 28
 UNETS = {"SD1.5": ("sd15", (512, 1024)), "SDXL": ("sdxl", (1024, 2048))}
@@ -34,6 +35,11 @@ def without_weights(kind: str, config: dict[str, Any]) -> Any:
 
 def models(wanted: str) -> Any:
     """What a row says of each setting, its model in a wrapper, and arguments of `describe`."""
+    for name, side in (("UNet", 256), ("transformer", 512)):
+        title = f"embedded {name} {side}x{side}"
+        if re.search(wanted, title):
+            pipe = load_pipeline(name.lower(), device="cpu")
+            yield title, pipe, {"height": side, "width": side}
     for name, (architecture, sizes) in UNETS.items():
         for side in sizes:
             title = f"{name} {side}x{side}"

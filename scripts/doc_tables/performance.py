@@ -288,7 +288,7 @@ def operations(results: Results) -> Table:
     steps |= {name: (name, "image") for name in ("quality", "balanced", "fast")}
 
     def cell(rows: dict[str, Row], label: str, field: str) -> str:
-        return percent(rows[label][field]) if rows[label][field] is not None else "-"
+        return percent(rows[label][field]) if rows[label][field] else "-"
 
     lines = [
         [name, f"{rows['fast']['flops'] / 1e12:.1f}", *(cell(rows, *of) for of in steps.values())]

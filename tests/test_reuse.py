@@ -439,6 +439,14 @@ def test_a_unet_without_a_middle() -> None:
     assert_rounding(host.run(model, timestep=900.0 - 1e-3), computed, 5e-3)
 
 
+@pytest.mark.parametrize("name", APART)
+def test_where_nothing_is_reused_is_described(name: str) -> None:
+    dit = SUPPORTED[name]
+    model = tomesd.apply_patch(dit.build(), **REUSE)
+    inputs = dit.inputs()
+    assert "no step can be left out" in str(tomesd.describe(model, 64, 64, inputs=inputs))
+
+
 def test_it_is_described() -> None:
     model = tomesd.apply_patch(SUPPORTED["sd3"].build(), preset="fast")
     told = str(tomesd.describe(model, 64, 64))

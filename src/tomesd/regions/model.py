@@ -115,6 +115,8 @@ class TransformerRoot(_Root):
         if scope is not None:  # `describe` has started the call
             call = scope.call
             call.coarse = call.coarse and not obstacle
+            if self._needs_all_tokens(module, given):
+                call.apart, call.moment = True, None
         else:
             tokens, apart = math.prod(layout.grid), self._needs_all_tokens(module, given)
             if patch.settings.reuse is not None:  # a cache counts the steps that run a layer

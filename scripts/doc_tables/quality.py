@@ -232,11 +232,13 @@ def tradeoffs(model: str, pixels: int, **more: Any) -> Callable[[Results], Table
     def table(results: Results) -> Table:
         rows = tradeoff_rows(results, model, pixels, **more)
         measured = [title for title in titles if any(has(row, SCORES[title][0]) for row in rows)]
+        if all(has(row, "fid") for row in rows):  # it depends on the number of images
+            measured.insert(0, "FID")
         work = {"work": "{work:.2f}"} if any(has(row, "work") for row in rows) else {}
         first = {"": "{label}", "images": "{images}"}
         on_cpu = any("CPU" in row["hardware"] for row in rows)  # where others were at work too
         speed = {} if on_cpu else {"speed-up": "{speedup:.2f}x"}
-        return Table.of(rows, first, work, speed, scores(*measured, PSNR=1))
+        return Table.of(rows, first, work, speed, scores(*measured, PSNR=1, FID=1))
 
     return table
 

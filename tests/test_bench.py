@@ -191,6 +191,7 @@ def test_a_plan_kept_for_three_steps_is_timed_in_threes() -> None:
     kept = replace(ALWAYS, share="steps", refresh=3)
     assert Contender("tomesd", kept).period == 3
     assert Contender("tomesd", ALWAYS).period == 1
+    assert Contender("tomesd", replace(ALWAYS, reuse=3)).period == 3
     assert Contender("tomesd", replace(kept, refresh=1000)).period == 1  # for the whole image
     calls: list[int] = []
 
@@ -538,6 +539,13 @@ def test_the_command_on_the_embedded_transformer(tmp_path: Path) -> None:
     assert [row["variant"] for row in rows] == 2 * ["unpatched", "tomesd", "free"]
     assert all(row["error"] is None and row["finite"] for row in rows)
     assert not any(row["left_alone"] for row in rows)
+
+
+def test_the_command_says_that_steps_differ(tmp_path: Path, capsys) -> None:
+    words = ["--sizes", "64", "--seconds", "0", "--out", str(tmp_path)]
+    for options, told in ((["--preset", "fast"], True), (["--ratios", "0.5"], False)):
+        bench(*words, *options)
+        assert ("--what pipeline measures whole images" in capsys.readouterr().out) is told
 
 
 def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str) -> None:

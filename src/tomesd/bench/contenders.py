@@ -68,9 +68,10 @@ class Contender:
     def period(self) -> int:
         """Calls after which this library has done all that it does every few steps."""
         settings = self.settings
-        if self.kind != OURS or settings is None or settings.share != "steps":
+        if self.kind != OURS or settings is None:
             return 1
-        return settings.refresh if settings.refresh <= _LONGEST_PERIOD else 1
+        steps = settings.reuse or (settings.refresh if settings.share == "steps" else 1)
+        return steps if steps <= _LONGEST_PERIOD else 1
 
 
 def _finest_level(model: nn.Module) -> int:

@@ -162,6 +162,12 @@ class Bench:
                 "free: the same without matching, the bound; recovered: the share of what the "
                 "bound saves that is saved"
             )
+        used = [row["settings"] or {} for row in rows]
+        if self.what == "step" and any(one.get("reuse") or one.get("coarse") for one in used):
+            notes.append(
+                "the steps of an image differ with reuse and coarse, and these are the first of "
+                "many: --what pipeline measures whole images"
+            )
         console.print(table, soft_wrap=False)
         for note in notes:
             console.print(note)

@@ -153,6 +153,8 @@ class FlowRun:
     seconds: float = 892.0
     # The program saves and stops so many seconds after its start; the same command goes on.
     pause_after: float = 1e9
+    # Of scenes, noise and levels. A run that continues given weights wants another one.
+    seed: int = 0
     learning_rate: float = 2e-3
     adam_factor: float = 0.4
     weight_decay: float = 0.01

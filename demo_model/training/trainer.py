@@ -102,9 +102,13 @@ class Trainer(ABC):
     def write_sheets(self, transformer: nn.Module, folder: Path) -> None:
         """Show what averaged weights draw."""
 
+    def seed(self) -> int:
+        """Differs between runs, and between the parts of a run."""
+        return 1_000_000 * self.run.seed + self.step
+
     def scenes(self) -> Iterator[dict[str, Tensor]]:
         run, args = self.run, self.args
-        return scene_batches(self.tokenizer, run.scenes_at_once, self.step, args.workers)
+        return scene_batches(self.tokenizer, run.scenes_at_once, self.seed(), args.workers)
 
     def levels(self, batch: int, tokens: int) -> Tensor:
         """Noise levels [batch]: mostly logit-normal, the rest uniform, shifted by size.
@@ -237,8 +241,8 @@ def start(make: Callable[[Any, Namespace], Trainer], run: FlowRun, args: Namespa
     args.out.mkdir(parents=True, exist_ok=True)
     trainer.load(args.out)
     # What was drawn before a stop is not drawn again.
-    torch.manual_seed(trainer.step)
-    trainer.composer.generator.manual_seed(trainer.step)
+    torch.manual_seed(trainer.seed())
+    trainer.composer.generator.manual_seed(trainer.seed())
     train(trainer, args.out)
     if run.sheet_images:
         transformer = trainer.model.transformer

@@ -84,6 +84,7 @@ class Runner:
         step = Step(own, self.inputs, found=find_models(own)[0])
         how = {"captured": self.mode in (GRAPH, BLOCKS_GRAPH), "warm": not self.setting.once}
         ready = make_ready(step, own, self.mode, probe, self.device, **how)
+        ready.launches = not self.setting.once
         ready.more = {"prepare_seconds": time.perf_counter() - start}
         if self.mode == EAGER and (kind == OURS or not self.setting.once):
             ready.more |= look_closer(step, own)

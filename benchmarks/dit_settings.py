@@ -70,7 +70,7 @@ def _named(model: str, kind: str, **same: Any) -> Callable[..., Setting]:
 _flux = _named("Flux.1-dev", "FluxTransformer2DModel", config={"guidance_embeds": True})
 _wan = _named("Wan 14B", "WanTransformer3DModel", frames=81)
 _ltx = _named("LTX-Video", "LTXVideoTransformer3DModel", frames=161, scale=(32, 8))
-_hunyuan = _named("HunyuanVideo", "HunyuanVideoTransformer3DModel", frames=129)
+_hunyuan = _named("HunyuanVideo", "HunyuanVideoTransformer3DModel", frames=61)
 _qwen = _named("Qwen-Image", "QwenImageTransformer2DModel")
 _zimage = _named("Z-Image", "ZImageTransformer2DModel")
 _pixart = _named(
@@ -94,20 +94,20 @@ _KEYS = {"options": {"target": "kv"}, "note": "keys and values only"}
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "transformers": (
         _flux(1024, 1024, modes=(EAGER, GRAPH, BLOCKS, BLOCKS_GRAPH)),
-        _flux(2048, 2048),
-        _wan(480, 832),
         _sd35(1024, 1024),
         _qwen(1328, 1328),
-        _ltx(512, 768, modes=(EAGER, BLOCKS)),
         _zimage(1024, 1024),
         _pixart(2048, 2048, options={"target": "stack"}),
+        _ltx(512, 768, modes=(EAGER, BLOCKS)),
+        _wan(480, 832, once=True),
+        _flux(2048, 2048),
         _flux(1024, 1024, images=4),
         _wan(720, 1280, once=True),
         _flux(4096, 4096, once=True),
         _hunyuan(720, 1280, once=True),
     ),
     "attention": (
-        _wan(480, 832, **_ATTENTION),
+        _wan(480, 832, once=True, **_ATTENTION),
         _ltx(512, 768, **_ATTENTION),
         _pixart(2048, 2048, **_ATTENTION),
         _pixart(2048, 2048, **_KEYS),

@@ -33,6 +33,8 @@ class Prepared:
     """Whether what the call returned is a number everywhere."""
     left_alone: bool | None = None
     """In eager mode: whether no layer was merged, because that would not be faster."""
+    launches: bool = True
+    """Whether its row tells what the host takes for a call."""
     more: Row = field(default_factory=dict)
     """What else its row says."""
 
@@ -48,7 +50,8 @@ class Prepared:
         """All but how long a call takes."""
         names = ("peak_mib", "pool_mib", "finite", "left_alone")
         known = {name: getattr(self, name) for name in names}
-        return {**known, "host_seconds": self.time_launches(), **self.more, "error": None}
+        host_seconds = self.time_launches() if self.launches else None
+        return {**known, "host_seconds": host_seconds, **self.more, "error": None}
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ class Runner:
         ready = make_ready(step, own, self.mode, probe, self.device, **how)
         ready.launches = not self.setting.once
         ready.more = {"prepare_seconds": time.perf_counter() - start}
-        if self.mode == EAGER and (kind == OURS or not self.setting.once):
+        if self.mode == EAGER and not self.setting.once:
             ready.more |= look_closer(step, own)
         if kind == OURS:
             self.patched = own

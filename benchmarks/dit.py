@@ -1,6 +1,6 @@
 """Speed of diffusion transformers: one call of the model, unpatched, merged, and at the bound.
 
-    python benchmarks/dit.py [transformers attention time matching] [--only Flux] [--budget 280]
+    python benchmarks/dit.py [transformers attention images time matching] [--only Flux] [--budget 280]
 
 Architectures as published, with random weights: time does not depend on their values. All ways to
 run a setting take turns in one process. Rows are added to dit.jsonl as they are measured, the most
@@ -37,6 +37,7 @@ from tomesd.generation.memory import MemoryProbe
 from tomesd.hosts import find_models
 from tomesd.patch import patch_of
 from tomesd.planning import make_plan
+from tomesd.presets import PRESETS
 from tomesd.segments import cut_grid, plan_segments
 from tomesd.selectors import bipartite, removable
 from tomesd.state import Patch
@@ -59,7 +60,10 @@ class Runner:
     def rows(self, effort: Effort) -> Iterator[Row]:
         """A row for each way to run the model."""
         ways: dict[str, tuple[str, dict[str, Any] | None]] = {UNPATCHED: (UNPATCHED, None)}
-        for ratio in RATIOS:
+        if self.setting.steps:
+            presets = PRESETS["transformer"].items()
+            ways |= {f"preset {name}": (OURS, options) for name, options in presets}
+        for ratio in () if self.setting.steps else RATIOS:
             options = {"start": 0.0, "end": 1.0, **self.setting.options, "ratio": ratio}
             ways |= {f"{LABELS[kind]} {ratio:g}": (kind, options) for kind in (OURS, FREE)}
         makers = {label: partial(self.prepare, *way) for label, way in ways.items()}
@@ -81,7 +85,9 @@ class Runner:
         if self.mode in (BLOCKS, BLOCKS_GRAPH):
             raise_compile_limits()
             own.compile_repeated_blocks(fullgraph=True, dynamic=False)
-        step = Step(own, self.inputs, found=find_models(own)[0])
+        step: Any = Step(own, self.inputs, found=find_models(own)[0])
+        if self.setting.steps:
+            step = partial(make_image, step, self.setting.steps)
         how = {"captured": self.mode in (GRAPH, BLOCKS_GRAPH), "warm": not self.setting.once}
         ready = make_ready(step, own, self.mode, probe, self.device, **how)
         ready.launches = not self.setting.once
@@ -91,6 +97,15 @@ class Runner:
         if kind == OURS:
             self.patched = own
         return ready
+
+
+def make_image(step: Step, steps: int) -> Any:
+    """All calls of an image, at noise levels shifted by 3 as flow models have them."""
+    left = torch.linspace(1, 1 / steps, steps)
+    noise = step.timesteps.max()
+    step.timesteps = (3 * left / (1 + 2 * left)).to(noise) * noise
+    step.done = 0
+    return [step() for _ in range(steps)][-1]
 
 
 def look_closer(step: Step, model: Any) -> Row:

@@ -34,6 +34,8 @@ class Setting:
     modes: tuple[str, ...] = (EAGER,)
     once: bool = False
     """Whether a call takes so long that one of each has to do."""
+    steps: int = 0
+    """Of a whole image, which is made with each preset; 0: a single call is timed, and merged."""
 
     @property
     def name(self) -> str:
@@ -41,6 +43,7 @@ class Setting:
         parts += [f"{self.frames} frames"] if self.frames > 1 else []
         parts += [f"{self.images} images"] if self.images > 1 else []
         parts += ["guidance"] if self.guidance else []
+        parts += [f"{self.steps} steps"] if self.steps else []
         parts += [self.note] if self.note else []
         return ", ".join(parts)
 
@@ -51,8 +54,10 @@ class Setting:
     def row(self) -> dict[str, Any]:
         """What a row says of the setting."""
         names = ("model", "height", "width", "frames", "images", "batch")
-        same = {"setting": self.name, "what": "step", "attention": "default"}
-        return {**same, **{name: getattr(self, name) for name in names}}
+        what = "images" if self.steps else "step"
+        same = {"setting": self.name, "what": what, "attention": "default"}
+        known = {**same, **{name: getattr(self, name) for name in names}}
+        return {**known, "steps": self.steps} if self.steps else known
 
     def inputs(self, model: Any) -> dict[str, Any]:
         """Noise, and positions and masks as they have to be."""
@@ -111,6 +116,10 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
         _ltx(512, 768, **_ATTENTION),
         _pixart(2048, 2048, **_ATTENTION),
         _pixart(2048, 2048, **_KEYS),
+    ),
+    "images": (
+        _flux(1024, 1024, steps=28, once=True),
+        _qwen(1328, 1328, steps=28, once=True),
     ),
     # The host waits for the timestep in each call, if what is merged depends on it.
     "time": (_flux(1024, 1024, options={"end": 0.999}, note="timestep read"),),

@@ -116,9 +116,10 @@ TRANSFORMER = [
     fewer(0.25),
     magnitude(0.3, 6, retained=0.1),
     # At about twice the speed.
-    reuse(3, 0.25, reuse_end=8, **ALL),
-    reuse(2, 0.2, reuse_end=8, **ALL),
-    reuse(2, 0.2, reuse_end=4, **ALL),
+    reuse(2, 0.2, 1, reuse_end=8, **ALL),
+    reuse(2, 0.2, 1, reuse_end=12, **ALL),
+    reuse(2, 0.15, 1, reuse_end=12, **ALL),
+    reuse(2, 0.2, 1, reuse_end=4, **ALL),
     reuse(4, 0.25, **ALL),
     reuse(3, 0.25, 0.4, **ALL),
     taylor(3, share=0.4),

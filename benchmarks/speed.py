@@ -1,16 +1,19 @@
 """Time and memory: the rows of docs/performance.md, measured again.
 
     python benchmarks/speed.py graph eager [--original FOLDER]
+    python benchmarks/speed.py eager --before FOLDER
     python benchmarks/speed.py compile --only "SDXL 1024"
     OMP_NUM_THREADS=2 python benchmarks/speed.py cpu
 
 The rows in results/ are the list of what is measured: a section is measured again with the settings
 that its rows have, and presets as they are now. FOLDER holds tomesd 0.1.3 (`pip install --no-deps
---target FOLDER tomesd==0.1.3`). Rows are added to the file that the section is in, as they are
-measured. Before anything is measured on a GPU, gpu_checks.py runs.
+--target FOLDER tomesd==0.1.3`). With --before, this library is compared with an earlier version of
+itself in FOLDER, whose operators have to have other names. Rows are added to the file that the
+section is in, as they are measured. Before anything is measured on a GPU, gpu_checks.py runs.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +24,7 @@ from tomesd import Settings
 from tomesd.bench import Case, Contender, Effort, RowFile, Subjects, run_cases
 from tomesd.bench.rows import SETTING, Row, read_rows
 from tomesd.bench.tables import HEADER, Comparison, failures, markdown, result_table
-from tomesd.presets import numbered
+from tomesd.presets import PRESETS, numbered
 
 MEASURED = {
     stem: [row for row in read_rows(RESULTS / f"{stem}.jsonl") if row["what"] != "plan"]
@@ -41,7 +44,8 @@ def cases(section: str, original: str | None) -> list[Case]:
     for row in MEASURED[SECTIONS[section]]:
         if row["section"] == section:
             groups.setdefault((row["setting"], row["mode"]), []).append(row)
-    return [case_of(Comparison(rows), original) for rows in groups.values()]
+    found = [case_of(Comparison(rows), original) for rows in groups.values()]
+    return [with_presets(case) for case in found] if section == "pipelines" else found
 
 
 def case_of(measured: Comparison, original: str | None) -> Case:
@@ -51,6 +55,27 @@ def case_of(measured: Comparison, original: str | None) -> Case:
     device = "cpu" if known["section"] == "cpu" else "cuda"
     contenders = tuple(contender_of(row, original) for row in rows)
     return Case(**known, device=device, contenders=contenders)
+
+
+def with_before(case: Case, folder: str) -> Case:
+    """The same setting with an earlier version of this library."""
+    base, *others = [one for one in case.contenders if one.kind in ("unpatched", "tomesd")]
+    merged = [one for one in others if one.settings and one.settings.share != "steps"]
+    before = [
+        replace(one, kind="original", label=f"{one}, before", folder=folder) for one in merged
+    ]
+    section = f"{case.section}, before"
+    return replace(case, section=section, contenders=(base, *merged, *before))
+
+
+def with_presets(case: Case) -> Case:
+    """The same setting with the presets of UNets, as they are now."""
+    presets = {
+        f"preset {name}": Contender("tomesd", Settings(**options), f"preset {name}")
+        for name, options in PRESETS["unet"].items()
+    }
+    others = [one for one in case.contenders if one.label not in presets]
+    return replace(case, contenders=(*others, *presets.values()))
 
 
 def contender_of(row: Row, original: str | None) -> Contender:
@@ -65,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     parser.add_argument("--original", help="folder with tomesd 0.1.3")
+    parser.add_argument("--before", help="folder with an earlier version, to compare with alone")
     parser.add_argument("--only", default="", help="of the settings, those with this in their name")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing per setting")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
@@ -82,6 +108,7 @@ def main() -> None:
         file = files.setdefault(stem, RowFile(path, device, resume=args.resume))
         for case in cases(section, args.original):
             if args.only in case.setting:
+                case = with_before(case, args.before) if args.before else case
                 print(f"{section}: {case.setting}, {case.mode}", flush=True)
                 rows += run_cases([case], file, effort, subjects=subjects)
     print(markdown(HEADER, result_table(rows)))

@@ -50,7 +50,7 @@ def test_every_transformer_is_timed_at_its_bound_too(
     monkeypatch.setenv("TOMESD_COMMIT", "")
     rows = dit_rows(tmp_path, "transformers", "attention", "time", "matching", "--mode", "eager")
     labels = ["unpatched", "ratio 0.5", "bound 0.5", "ratio 0.75", "bound 0.75"]
-    for section in dit.SETTINGS:
+    for section in ("transformers", "attention", "time"):
         name = section if section == "transformers" else f"transformers-{section}"
         found = [(r["setting"], r["label"]) for r in rows if r["section"] == name]
         wanted = [s.name for s in dit.SETTINGS[section] if "eager" in s.modes]
@@ -59,10 +59,31 @@ def test_every_transformer_is_timed_at_its_bound_too(
     assert {row["commit"] for row in rows} == {"abc"}
     merged = [row for row in rows if row["label"].startswith("ratio")]
     assert not any(row["left_alone"] for row in merged)
-    assert all(row["plans"] > 0 and row["plan_seconds"] > 0 for row in merged)
-    assert all(row["tokens_left"] < row["tokens"] for row in merged)
+    once = {setting.name for those in dit.SETTINGS.values() for setting in those if setting.once}
+    told = [row for row in merged if row["setting"] not in once]
+    assert all(row["plans"] > 0 and row["plan_seconds"] > 0 for row in told)
+    assert all(row["tokens_left"] < row["tokens"] for row in told)
     plans = [(r["tokens"], r["frames"]) for r in rows if r["section"] == "transformers-matching"]
     assert plans == [(256, 1), (256, 16)]
+
+
+@pytest.mark.usefixtures("tiny_dit")
+def test_whole_images_are_timed_with_presets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOMESD_COMMIT", "")
+    times: list[float] = []
+    step = dit.Step.run
+    monkeypatch.setattr(
+        dit.Step, "run", lambda self: times.append(self._timestep.flatten()[0].item()) or step(self)
+    )
+    rows = dit_rows(tmp_path, "images", "--only", "Flux")
+    labels = ["unpatched", "preset quality", "preset balanced", "preset fast"]
+    assert [row["label"] for row in rows] == labels
+    assert all(row["error"] is None and row["steps"] == 28 for row in rows)
+    assert len(times) == 2 * 4 * 28  # once for the memory, and once for the time
+    levels = [t / (3 - 2 * t) for t in times[:28]]  # without the shift
+    assert levels == pytest.approx([1 - k / 28 for k in range(28)])
 
 
 @pytest.mark.usefixtures("tiny_dit")

@@ -88,19 +88,19 @@ class Step:
         example = inputs[self._name]
         # Pipelines hand a UNet of diffusers one number for the whole batch.
         shape = () if (first, self._name) == ("sample", "timestep") else example.shape
-        self._timesteps = torch.arange(steps - 1, -1, -1, device=example.device)
+        self.timesteps = torch.arange(steps - 1, -1, -1, device=example.device)
         if found is not None and row is not None:
             timeline = found.timeline(Timeline())
             if timeline.noise is not None:
                 ends = (timeline.noise, timeline.image)
-                self._timesteps = torch.linspace(*ends, steps, device=example.device)
-        self._timestep = torch.zeros(shape, dtype=self._timesteps.dtype, device=example.device)
-        self._done = 0
+                self.timesteps = torch.linspace(*ends, steps, device=example.device)
+        self._timestep = torch.zeros(shape, dtype=self.timesteps.dtype, device=example.device)
+        self.done = 0
 
     def advance(self) -> None:
         """On to the next timestep."""
-        self._timestep.copy_(self._timesteps[self._done % len(self._timesteps)])
-        self._done += 1
+        self._timestep.copy_(self.timesteps[self.done % len(self.timesteps)])
+        self.done += 1
 
     def run(self) -> Any:
         return self._model(self._latent, **{self._name: self._timestep}, **self._rest)

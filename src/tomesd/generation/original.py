@@ -1,4 +1,4 @@
-"""The library of 2023, to compare with: tomesd 0.1.3, beside this one and under another name."""
+"""Another version of the library beside this one, under another name: mostly tomesd 0.1.3."""
 
 import importlib.util
 import inspect
@@ -42,6 +42,7 @@ def load_original(folder: str | Path) -> ModuleType:
 
 
 def original_options(original: ModuleType, settings: Settings) -> dict[str, Any]:
-    """What there is of the settings in tomesd 0.1.3."""
+    """What another version knows of the settings; None is the default there too."""
     known = inspect.signature(original.apply_patch).parameters
-    return {name: value for name, value in vars(settings).items() if name in known}
+    given = {name: value for name, value in vars(settings).items() if value is not None}
+    return {name: value for name, value in given.items() if name in known}

@@ -1,6 +1,6 @@
 """Speed of diffusion transformers: one call of the model, unpatched, merged, and at the bound.
 
-    python benchmarks/dit.py [transformers attention images time matching] [--only Flux] [--budget 280]
+    python benchmarks/dit.py [transformers attention images time matching] [--only Flux]
 
 Architectures as published, with random weights: time does not depend on their values. All ways to
 run a setting take turns in one process. Rows are added to dit.jsonl as they are measured, the most

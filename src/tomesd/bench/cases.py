@@ -134,7 +134,9 @@ def measure_case(
         {n: partial(prepare, subject, case, one) for n, one in enumerate(case.contenders)},
         subject.device,
         effort,
-        periods={number: one.period for number, one in enumerate(case.contenders)},
+        periods=None
+        if case.what == "pipeline"  # each call makes whole images
+        else {number: one.period for number, one in enumerate(case.contenders)},
         on_progress=partial(on_progress, case),
         on_first=partial(on_first, case),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
@@ -23,6 +24,7 @@ from merging_dit import (
     assert_differs,
     assert_rounding,
     block_calls,
+    block_lists,
     patched_model,
     tokens_seen,
 )
@@ -526,3 +528,26 @@ def test_the_patch_before_comes_back() -> None:
     with tomesd.patched(model, 0.25, **ALWAYS):
         assert_differs(FLUX.run(model, inputs), merged)
     assert torch.equal(FLUX.run(model, inputs), merged)
+
+
+@pytest.mark.parametrize("name", ["flux", "chroma", "hunyuan_video", "ltx", "wan"])
+def test_merged_tokens_are_gone_when_their_run_is_over(name: str) -> None:
+    """The blocks after a run take no more memory than in the model without a patch."""
+    dit = SUPPORTED[name]
+    model, inputs = dit.build(), dit.inputs(batch=1)
+    last = getattr(model, block_lists(model)[-1])[-1]
+    kept: list[int] = []
+
+    def note(*_: Any) -> None:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor)]
+        floating = [one for one in tensors if one.is_floating_point()]
+        kept.append(sum({s.data_ptr(): s.nbytes() for s in map(storage, floating)}.values()))
+
+    storage = Tensor.untyped_storage
+    last.register_forward_pre_hook(note)
+    with torch.no_grad():
+        model(**inputs)
+        tomesd.apply_patch(model, 0.5, **ALWAYS)
+        model(**inputs)
+    assert kept[1] <= kept[0]

@@ -192,13 +192,23 @@ class Member(_AnyBlock):
         call, y = scope.call, self.tokens.result(output)
         if region.plan is not None:
             y = region.plan.restore(region.x, y, region.merged)
-        other = self.tokens.result_other(output)
+        if not (self.first and self.last):
+            call.cuts.clear()  # the blocks after a run need no rows of merged tokens
+        other = _alone(self.tokens.result_other(output))
         if self.reusable and call.moment is not None:
             y = use_or_keep(call, f"{region.place}_image", region.x, y)
             if other is not None and region.other is not None:
                 other = use_or_keep(call, f"{region.place}_text", region.other, other)
         note_output(call, region.place, y)
         return self.tokens.with_results(y, other, output)
+
+
+def _alone(x: Tensor | None) -> Tensor | None:
+    """The same numbers, in no more memory than they need: text may be a view of a sequence with all
+    merged tokens, which would stay in memory with it."""
+    if x is None or torch.compiler.is_compiling() or type(x) is not Tensor:
+        return x
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 def _part(x: Tensor, start: int | Tensor, length: int) -> Tensor:

@@ -3,8 +3,8 @@
     python benchmarks/rule.py [--out FOLDER]
 
 The models are outlines: they are built without weights, on no device. For each setting that has
-been measured, the rule is asked with the rates of the H200 and the time that its host took to start
-kernels then, where the rows have it. Rows go to rule.jsonl, in place of those of the last time.
+been measured, the rule is asked with what `tomesd calibrate` measured on an H200 and its host. Rows
+go to rule.jsonl, in place of those of the last time.
 """
 
 import argparse
@@ -35,9 +35,12 @@ from tomesd.rule import Verdict
 from tomesd.settings import Settings
 from tomesd.state import Call
 
-# Memory: a copy on that machine. Linear layers and attention: such that the unpatched UNets, in
-# CUDA graphs, take what was measured; a large product ran at 788 Tflop/s there.
-H200 = Machine(operations=600e12, attention=380e12, bytes=4.3e12, launch=5e-6, kernel=2.5e-6)
+# Operations, of linear layers and of attention; bytes; what the host takes for a kernel, and what a
+# kernel takes at least. As `tomesd calibrate` measured them on 2026-11-19.
+H200 = {
+    "float16": Machine(742e12, 465e12, 4.06e12, 32.7e-6, 2.5e-6),
+    "bfloat16": Machine(774e12, 467e12, 4.05e12, 35.3e-6, 2.5e-6),
+}
 # Published rates: dense half precision with sums in single precision, and memory. What layers and
 # attention reach of the first is taken to be what they reach on the H200, whose rate is 989e12.
 PUBLISHED = {
@@ -47,11 +50,11 @@ PUBLISHED = {
     "RTX 5090": (419e12 / 2, 1792e9),
 }
 LAUNCHES = (5e-6, 50e-6)
-"""Assumed where the host's time was not measured: of a quick and of a slow host."""
+"""Of a quick host and of a slow one, for GPUs that are not here."""
 LAUNCHERS = {"eager": "eager", "compile": "compiled", BLOCKS: "compiled"}
 """Who starts kernels, by mode; in all others it is a CUDA graph."""
 # Transformers that make a token of 2x2 latent pixels, and that have no blocks of UNets.
-MODELS = ("Flux.1-dev", "SD3.5-large", "Qwen-Image", "Wan 14B")
+MODELS = ("Flux.1-dev", "SD3.5-large", "Qwen-Image", "Z-Image", "Wan 14B", "HunyuanVideo")
 TRANSFORMERS = {one.name: one for one in SETTINGS["transformers"] if one.model in MODELS}
 
 
@@ -65,14 +68,14 @@ def outline_of(name: str) -> Any:
         return getattr(diffusers, setting.kind)(**setting.config)
 
 
-def ask(row: Row, settings: Row, launch: float, machine: Machine = H200) -> Verdict:
-    """What the rule says about a call of a model on a host that takes so long for a kernel."""
+def ask(row: Row, settings: Row, machine: Machine) -> Verdict:
+    """What the rule says about a call of a model on a machine."""
     model, dtype = outline_of(row["model"]), getattr(torch, row["dtype"])
     options = {k: v for k, v in settings.items() if k in Settings.__dataclass_fields__}
     tomesd.apply_patch(model, **{**options, "when": "if_faster"})
     patch, size = patch_of(model), (row["height"] // 8, row["width"] // 8)
     call = Call(patch, patch.settings, size, fullness=fullness(row["batch"], {}))
-    known = {"machine_of": replace(machine, launch=launch), "find_launcher": launcher_of(row)}
+    known = {"machine_of": machine, "find_launcher": LAUNCHERS.get(row["mode"], "graph")}
     with (
         mock.patch.multiple(rule, **{name: mock.Mock(return_value=v) for name, v in known.items()}),
         mock.patch.object(rule.kernels, "use_triton", return_value=True),
@@ -90,29 +93,22 @@ def ask(row: Row, settings: Row, launch: float, machine: Machine = H200) -> Verd
     return call.verdict
 
 
-def launcher_of(row: Row) -> str:
-    return LAUNCHERS.get(row["mode"], "graph")
-
-
 def measured(out: Path) -> Iterator[Row]:
     """The rule's answers for all settings that have been measured."""
     rows = [r for name in ("gpu", "compiled", "dit") for r in read_rows(out / f"{name}.jsonl")]
     known = {*ARCHITECTURES, *TRANSFORMERS}
     steps = [r for r in rows if r["what"] == "step" and {r["model"], r["setting"]} & known]
-    hosts = launches_by_run(steps)
     for found in comparisons(steps):
         base = found.find("unpatched")
         if base is None or base["seconds"] is None:
             continue
-        host = hosts.get((base["run"], base["mode"]))
-        launches = (host,) if host else LAUNCHES if base["mode"] in LAUNCHERS else (0.0,)
-        merged = [row for row in found if row["variant"] == "tomesd" and row["seconds"]]
-        for row, launch in itertools.product(merged, launches):
-            verdict = ask(row, row["settings"], launch)
+        for row in found:
+            if row["variant"] != "tomesd" or not row["seconds"]:
+                continue
+            verdict = ask(row, row["settings"], H200[row["dtype"]])
             yield {
                 **{k: row[k] for k in ("section", "setting", "label", "mode", "batch")},
                 **{"ratio": row["settings"]["ratio"], "machine": "NVIDIA H200"},
-                **{"launch": launch, "launch_measured": host is not None},
                 **{"merges": any(verdict.pays), "expected": verdict.gain},
                 # Rows that were left alone do not tell how long merging takes.
                 "measured": None if row.get("left_alone") else found.speedup(row),
@@ -122,29 +118,16 @@ def measured(out: Path) -> Iterator[Row]:
             }
 
 
-def launches_by_run(rows: list[Row]) -> dict[tuple[str, str], float]:
-    """By run and mode, the least that the host took for a kernel of PyTorch.
-
-    Where the GPU is behind, the host waits for room in its queue, and seems to take longer.
-    """
-    found: dict[tuple[str, str], float] = {}
-    for row in rows:
-        if row["variant"] == "unpatched" and row.get("host_seconds") and row["mode"] in LAUNCHERS:
-            # A host that takes a second for a kernel takes as many seconds as there are kernels.
-            kernels = ask(row, {"ratio": 0.5}, launch=1.0).before
-            key = (row["run"], row["mode"])
-            found[key] = min(found.get(key, 1.0), row["host_seconds"] / kernels)
-    return found
-
-
 def elsewhere() -> Iterator[Row]:
     """The rule's answers on other GPUs, at default settings, in eager mode."""
     options = {"ratio": 0.5, "start": 0.0, "end": 1.0}
     for (name, (peak, memory)), launch in itertools.product(PUBLISHED.items(), LAUNCHES):
         share = peak / 989e12
-        rates = {"operations": H200.operations * share, "attention": H200.attention * share}
         for one in simulated():
-            verdict = ask(one, options, launch, replace(H200, **rates, bytes=memory))
+            known = H200[one["dtype"]]
+            rates = {"operations": known.operations * share, "attention": known.attention * share}
+            machine = replace(known, **rates, bytes=memory, launch=launch)
+            verdict = ask(one, options, machine)
             yield {
                 **{"section": "rule elsewhere", "setting": one["setting"]},
                 **{"machine": name, "launch": launch, "simulated": True},

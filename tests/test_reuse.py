@@ -462,7 +462,7 @@ def test_it_is_described() -> None:
     [
         # Of ten steps: w is whole, c is coarse, - is left out.
         ("quality", "www-w-w-ww"),
-        ("balanced", "www-w-w-ww"),
+        ("balanced", "ww-w--w--w"),
         ("fast", "ccccw--w-w"),
     ],
 )

@@ -63,7 +63,7 @@ PRESET_ROWS = {
     },
     "transformer": {
         "quality": "reuse 2 from 0.25",
-        "balanced": "reuse 3 from 0.25, all blocks",
+        "balanced": "reuse 2 to 8 from 0.2, all blocks",
         "fast": "coarse to 0.35, reuse 6 from 0.35, all blocks",
     },
 }

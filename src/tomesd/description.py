@@ -97,7 +97,7 @@ class Part:
             return self.coarse_flops
         steps.enter(-progress, progress, ())
         if settings.reuse is not None:
-            started = progress >= (settings.reuse_start or 0.0)
+            started = settings.may_reuse(progress)
             if steps.moment(settings.reuse_every, started, settings.reuse_within).reuses:
                 return self.reused_flops
         start, end = settings.span

@@ -84,7 +84,7 @@ def _read_time(
         return ratio
     if patch.steps.enter(-time if timeline.rises else time, progress, size):
         patch.kept.forget("reuse_")
-    started = progress >= (settings.reuse_start or 0.0)
+    started = settings.may_reuse(progress)
     moment = patch.steps.moment(settings.reuse_every, started, settings.reuse_within)
     return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
 

@@ -43,7 +43,7 @@ PRESETS: dict[Kind, dict[str, dict[str, Any]]] = {
         "quality": {"ratio": 0.0, "reuse": 2, "reuse_start": 0.25, "reuse_within": 0.15},
         "balanced": {
             **{"ratio": 0.0, "depth": (0.0, 1.0)},
-            **{"reuse": 3, "reuse_start": 0.25, "reuse_within": 0.15},
+            **{"reuse": 2, "reuse_start": 0.2, "reuse_end": 8, "reuse_within": 0.22},
         },
         "fast": {
             **{"ratio": 0.0, "coarse": 0.35, "depth": (0.0, 1.0)},

@@ -200,7 +200,7 @@ class Settings:
 
     reuse_within: float | None = None
     """With `reuse`: use a result for at most this part of the way, however few steps there are.
-    `None` sets no limit; the presets set 0.15 or 0.2, so that of four steps none is left out."""
+    `None` sets no limit; the presets set 0.15 to 0.22, so that of four steps none is left out."""
 
     extrapolate: bool = False
     """With `reuse`: carry on how the last two results differed, instead of using the last one."""
@@ -312,6 +312,10 @@ class Settings:
         """Whether what is merged depends on how far the image is."""
         varies = self.schedule is not None or self.tau is not None or self.span != (0, 1)
         return varies or self.reuse is not None or bool(self.coarse)
+
+    def may_reuse(self, progress: float) -> bool:
+        """Whether steps may be left out at a progress, 0 (noise) to 1 (image)."""
+        return progress >= (self.reuse_start or 0.0) - _ROUNDING
 
     def reuse_every(self, progress: float) -> int:
         """Steps from one that runs the whole model at a progress to the next one."""

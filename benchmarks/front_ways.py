@@ -182,6 +182,9 @@ UNET = [
     unet_reuse(2, 0.0),
     unet_reuse(2, 0.5),
     merged("stack .5 to .5", share=1, **stack(0.5)),
+    *(reuse(2, start, 1, reuse_end=8) for start in (0.2, 0.3)),
+    reuse(2, 0.1, 1, reuse_end=6),
+    reuse(2, 0.0, 1, reuse_end=4),
     # Where tokens look for their like when three quarters of them go.
     *(merged(f"merged .75, window {side}", 1, ratio=0.75, window=side) for side in (0, 32, 16, 8)),
 ]

@@ -9,14 +9,15 @@ from .performance import MATCHING
 from .quality import FAMILIES, front_rows, name_of, paper_rows, search_rows, tradeoff_rows
 from .rows import ORIGINAL, OURS, SPEEDS, Results, Row, has, pareto
 
+MEASURES = (("seconds", 1000, "ms"), ("peak_mib", 1, "MiB"))
+
 
 def matching(results: Results) -> Any:
     """Time and memory of matching against the number of tokens."""
     found = results.settings("matching", "graph")
     picture, axes = figure(3.4, 1, 2)
     colours = (COLOURS["tomesd"], "#2a6f97", "#66b2bd", COLOURS["original"])
-    measures = (("seconds", 1000, "ms"), ("peak_mib", 1, "MiB"))
-    for one, (name, scale, unit) in zip(axes, measures, strict=True):
+    for one, (name, scale, unit) in zip(axes, MEASURES, strict=True):
         for (label, title), colour in zip(MATCHING.items(), colours, strict=True):
             rows = [row for c in found if (row := c.find(label)) and row["seconds"]]
             points = [(row["tokens"], row[name] * scale) for row in rows if row[name]]
@@ -24,6 +25,22 @@ def matching(results: Results) -> Any:
         one.set(xlabel="tokens", ylabel=unit)
         one.legend(frameon=False, fontsize=8)
     return picture
+
+
+def plans(results: Results) -> Any:
+    """Time and memory of a plan of a transformer against the number of tokens."""
+    found = results.settings("transformers-matching")
+    lines: dict[str, list[Row]] = {}
+    for row in (row for one in found for row in one):
+        kind = "image" if row["frames"] == 1 else f"video, {row['frames']} frames"
+        lines.setdefault(f"{kind}, {row['channels']:,} channels", []).append(row)
+    picture, axes = figure(3.4, 1, 2)
+    for one, (name, scale, unit) in zip(axes, MEASURES, strict=True):
+        for title, rows in lines.items():
+            points = sorted((row["tokens"], row[name] * scale) for row in rows)
+            one.loglog(*zip(*points, strict=True), "o-", ms=4, label=title)
+        one.set(xlabel="tokens", ylabel=unit)
+    return with_legend(picture)
 
 
 def draw(axes: Any, rows: list[Row], x: Callable[[Row], float], y: str, **style: Any) -> None:
@@ -121,6 +138,7 @@ def with_legend(picture: Any) -> Any:
 
 FIGURES: dict[str, Callable[[Results], Any]] = {
     "performance/matching.svg": matching,
+    "performance/plans.svg": plans,
     "quality/paper.svg": paper,
     "quality/front.svg": front,
     "quality/tradeoffs.svg": tradeoffs,

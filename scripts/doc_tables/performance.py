@@ -54,6 +54,7 @@ def gain(found: Comparison, row: Row | None, *, spread: bool = False) -> str:
     """Milliseconds, with their spread if asked for, and how many times as fast as unpatched."""
     if row is None or row["seconds"] is None:
         return time(found, row)
+    spread = spread and row["repeats"] > 1
     cell = duration(row) + (f" ± {1000 * row['spread']:.1f}" if spread else "")
     alone = ", left alone" if row.get("left_alone") else ""
     is_base = row["variant"] == "unpatched"
@@ -82,19 +83,27 @@ def section(name: str, *parts: Columns) -> Callable[[Results], Table]:
     return lambda results: Table.of(results.settings(name), *parts)
 
 
+CALL = {"one call of the model, ms": lambda one: one.first["setting"] + MODES[one.first["mode"]]}
+
+
 def transformers(results: Results) -> Table:
-    """One call of diffusion transformers; with their bounds, where these were measured."""
+    """One call of diffusion transformers, with their bounds."""
     found = results.settings("transformers")
-    found.sort(key=lambda one: [*MODES].index(one.first["mode"]))
-    bounded = any(one.find("free") for one in found)
-    name = {"one call of the model, ms": lambda o: o.first["setting"] + MODES[o.first["mode"]]}
-    parts = [name, columns(["unpatched"], steady_gain)]
+    found.sort(key=lambda one: ([*MODES].index(one.first["mode"]), one.first["setting"]))
+    parts = [CALL, columns(["unpatched"], steady_gain)]
     for ratio, title in RATIOS.items():
         parts.append(columns({f"ratio {ratio}": title}, steady_gain))
-        if bounded:
-            parts.append(columns({f"bound {ratio}": "bound"}, time))
-            parts.append(columns({f"ratio {ratio}": "recovered"}, share))
-    return Table.of(found, *parts, {"memory with half": more_memory} if bounded else {})
+        parts.append(columns({f"bound {ratio}": "bound"}, time))
+        parts.append(columns({f"ratio {ratio}": "recovered"}, share))
+    return Table.of(found, *parts, {"memory with half": more_memory})
+
+
+def transformers_in_short(results: Results) -> Table:
+    """The same in few words."""
+    found = results.settings("transformers", "eager")
+    found.sort(key=lambda one: str(one.first["setting"]))
+    merged = columns({f"ratio {ratio}": title for ratio, title in RATIOS.items()}, gain)
+    return Table.of(found, CALL, columns(["unpatched"], time), merged)
 
 
 def more_memory(found: Comparison) -> str:
@@ -306,6 +315,9 @@ def operations(results: Results) -> Table:
 BOUND = columns(["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS], time)
 IN_MEMORY = columns(["unpatched", "original", KEPT, EVERY_BLOCK], memory)
 BY_LIBRARY = ["unpatched", "original", "tomesd"]
+WITH_PRESETS = {"unpatched": "unpatched", "tomesd": "`ratio=0.5`"} | {
+    f"preset {name}": f"`{name}`" for name in ("quality", "balanced", "fast")
+}
 
 TABLES: dict[str, Callable[[Results], Table]] = {
     "demo": demo,
@@ -313,13 +325,14 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "large images": hires,
     "memory on a CPU": memory_cpu,
     "transformers": transformers,
+    "transformers in short": transformers_in_short,
     "graph": section("graph", SETTING, BOUND, columns(SHARES, share)),
     "eager": section("eager", SETTING, BOUND, columns(SHARES, share)),
     "compiled": compiled,
     "the paper's set-up": paper_speed,
     "batches": section("batches", SIZE, columns(BY_LIBRARY, gain)),
     "sdxl": section("sdxl", SIZE, columns(BY_LIBRARY, gain)),
-    "whole images": section("pipelines", SETTING, columns(BY_LIBRARY, steady_gain)),
+    "whole images": section("pipelines", SETTING, columns(WITH_PRESETS, steady_gain)),
     "ways to merge": section("presets", SETTING, columns(["unpatched", "default", *WAYS], gain)),
     "memory": section("eager", SETTING, IN_MEMORY),
     "matching": lambda results: Table.of(

@@ -54,7 +54,7 @@ def gain(found: Comparison, row: Row | None, *, spread: bool = False) -> str:
     """Milliseconds, with their spread if asked for, and how many times as fast as unpatched."""
     if row is None or row["seconds"] is None:
         return time(found, row)
-    spread = spread and row["repeats"] > 1
+    spread = spread and row["spread"] > 0  # none is known of a single call
     cell = duration(row) + (f" ± {1000 * row['spread']:.1f}" if spread else "")
     alone = ", left alone" if row.get("left_alone") else ""
     is_base = row["variant"] == "unpatched"

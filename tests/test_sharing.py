@@ -201,9 +201,9 @@ def test_a_whole_pipeline_with_kept_plans(matchings: list) -> None:
     ("options", "window"),
     [
         ({"ratio": 0.5}, 8),
-        ({"ratio": 0.6}, 0),
+        ({"ratio": 0.6}, 64),
         ({"ratio": 0.6, "sx": 4, "sy": 4}, 8),
-        ({"ratio": 0.4, "sy": 1}, 0),
+        ({"ratio": 0.4, "sy": 1}, 64),
         ({"ratio": 0.75, "window": 4}, 4),
         ({"ratio": 0.25, "window": 0}, 0),
     ],

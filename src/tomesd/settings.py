@@ -110,7 +110,7 @@ class Settings:
     window: int | None = None
     """Side of the square, in tokens, in which each token looks for similar ones. Larger squares
     cost more, and merge what is far apart. 0 is the whole image, as in the paper. `None` takes 8
-    for ratios up to two thirds of the cap (0.5), and 0 above."""
+    for ratios up to two thirds of the cap (0.5), and 64 above."""
 
     share: Share | None = None
     """Where a plan, which says what tokens belong together, is used: in one `block`, as in the
@@ -290,7 +290,7 @@ class Settings:
         """Least side of the windows, 0 for one of them."""
         if self.window is not None:
             return self.window
-        return 8 if 3 * self.ratio <= 2 * self.ratio_cap else 0
+        return 8 if 3 * self.ratio <= 2 * self.ratio_cap else 64
 
     @property
     def whole_blocks(self) -> bool:

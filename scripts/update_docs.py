@@ -49,16 +49,15 @@ def main(arguments: list[str] | None = None) -> None:
         path = args.root / name
         old = path.read_text(encoding="utf-8")
         new = filled(old, results, sources=name.startswith("docs/"))
-        if args.check:
-            stale += [name] if new != old else []
-        else:
+        if not args.check:
             path.write_text(new, encoding="utf-8")
+        elif new != old:
+            stale.append(name)
     for name, draw in FIGURES.items():
-        if args.check:
-            # The drawing may differ in a detail from one matplotlib to the next.
-            stale += [] if (figures / name).is_file() else [name]
-        else:
+        if not args.check:
             save_figure(draw(results), figures / name)
+        elif not (figures / name).is_file():  # one matplotlib may draw a detail unlike the next
+            stale.append(name)
     if stale:
         raise SystemExit(f"{', '.join(stale)}: out of date; run python scripts/update_docs.py")
 

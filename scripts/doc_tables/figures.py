@@ -1,13 +1,14 @@
 """The figures of docs/performance.md and docs/quality.md."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from tomesd.bench.plots import COLOURS, figure
 
 from .performance import MATCHING
-from .quality import FAMILIES, front_rows, name_of, paper_rows, search_rows, tradeoff_rows
-from .rows import ORIGINAL, OURS, SPEEDS, Results, Row, has, pareto
+from .quality import FAMILIES, front_rows, paper_rows, search_rows, tradeoff_rows
+from .rows import ORIGINAL, SPEEDS, TITLES, Results, Row, has, pareto
 
 MEASURES = (("seconds", 1000, "ms"), ("peak_mib", 1, "MiB"))
 
@@ -43,12 +44,15 @@ def plans(results: Results) -> Any:
     return with_legend(picture)
 
 
-def draw(axes: Any, rows: list[Row], x: Callable[[Row], float], y: str, **style: Any) -> None:
-    """Points with error bars."""
-    rows = sorted((row for row in rows if has(row, y)), key=x)
-    values = [row[y] for row in rows]
-    errors = [[abs(row[y] - row[f"{y}_{end}"]) for row in rows] for end in ("low", "high")]
-    axes.errorbar([x(row) for row in rows], values, yerr=errors, ms=4, capsize=2, lw=1, **style)
+def draw(axes: Any, rows: list[Row], x: str, y: str, mark: str) -> None:
+    """Points with error bars, of the original and of this library."""
+    for kind in ("original", "tomesd"):
+        chosen = [row for row in rows if row["variant"] == kind and has(row, x, y)]
+        chosen.sort(key=lambda row: row[x])
+        points = [row[x] for row in chosen], [row[y] for row in chosen]
+        errors = [[abs(row[y] - row[f"{y}_{end}"]) for row in chosen] for end in ("low", "high")]
+        style = {"color": COLOURS[kind], "label": TITLES[kind], "fmt": mark}
+        axes.errorbar(*points, yerr=errors, ms=4, capsize=2, lw=1, **style)
 
 
 def paper(results: Results) -> Any:
@@ -56,10 +60,7 @@ def paper(results: Results) -> Any:
     base, *rows = paper_rows(results)
     picture, axes = figure(3.2, 1, 2)
     for one, score in zip(axes, ("fid", "lpips"), strict=True):
-        for kind, name in (("original", ORIGINAL), ("tomesd", OURS)):
-            chosen = [row for row in rows if row["variant"] == kind]
-            style = {"color": COLOURS[kind], "label": name, "fmt": "o-"}
-            draw(one, chosen, lambda row: 100 * row["settings"]["ratio"], score, **style)
+        draw(one, rows, "percent", score, "o-")
         if has(base, score):
             one.axhline(base[score], color=COLOURS["unpatched"], lw=1, label="unmerged")
         one.set(xlabel="r %", ylabel=score.upper())
@@ -68,19 +69,11 @@ def paper(results: Results) -> Any:
 
 def front(results: Results) -> Any:
     """LPIPS and FID against the speed-up."""
-    groups: dict[str, list[Row]] = {ORIGINAL: [], OURS: []}
-    for row in front_rows(results):
-        if row["settings"]:
-            groups[name_of(row)].append(row)
     picture, axes = figure(6.0, 2, 2)
-    for line, score in zip(axes, ("lpips", "fid"), strict=True):
-        for one, (speed, words) in zip(line, SPEEDS.items(), strict=True):
-            for name, rows in groups.items():
-                chosen = [row for row in rows if has(row, speed)]
-                colour = COLOURS["original" if name == ORIGINAL else "tomesd"]
-                style = {"color": colour, "label": name, "fmt": "o"}
-                draw(one, chosen, lambda row, speed=speed: row[speed], score, **style)
-            label_speed(one, words, score.upper())
+    panels = product(("lpips", "fid"), SPEEDS.items())
+    for one, (score, (speed, words)) in zip(axes.flat, panels, strict=True):
+        draw(one, front_rows(results), speed, score, "o")
+        label_speed(one, words, score.upper())
     return with_legend(picture)
 
 
@@ -108,11 +101,11 @@ def tradeoffs(results: Results) -> Any:
     """
     found = (tradeoff_rows(results, "transformer", pixels) for pixels in (512, 256))
     rows = next((rows for rows in found if rows), [])
-    scores = {"kid_change": ("KID x 1000, more than unmerged", 1000)}
-    scores["lpips"] = ("LPIPS to unmerged", 1)
+    shown = [name for name in FAMILIES[1:] if any(row["setting"] == name for row in rows)]
+    scores = (("kid_change", "KID x 1000, more than unmerged", 1000),)
+    scores += (("lpips", "LPIPS to unmerged", 1),)
     picture, axes = figure(4.2, 1, 2)
-    for one, (score, (title, scale)) in zip(axes, scores.items(), strict=True):
-        shown = [name for name in FAMILIES[1:] if any(row["setting"] == name for row in rows)]
+    for one, (score, title, scale) in zip(axes, scores, strict=True):
         for number, (family, mark) in enumerate(zip(shown, "ovXs^D*hPdp<", strict=False)):
             chosen = [row for row in rows if row["setting"] == family and has(row, score)]
             x, y = [row["speedup"] for row in chosen], [scale * row[score] for row in chosen]

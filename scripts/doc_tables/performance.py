@@ -1,11 +1,11 @@
 """The tables of docs/performance.md."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from tomesd.bench.tables import duration, percent, times
 
-from .rows import ORIGINAL, OURS, Columns, Comparison, Results, Row, Table, rows_of
+from .rows import ORIGINAL, OURS, TITLES, Columns, Comparison, Results, Row, Table
 
 KEPT, EVERY_STEP, EVERY_BLOCK = "plan kept", "plan every step", "plan every block"
 STACKS, IF_FASTER = "whole stacks", "if faster"
@@ -29,8 +29,6 @@ MATCHING = {
     "reference": "PyTorch",
     "original": "0.1.3",
 }
-TITLES = {"original": ORIGINAL, "tomesd": OURS, "free": "bound"}
-"""Of the columns of rows whose label is not the title."""
 SHARES = {KEPT: "recovered: kept", EVERY_STEP: "every step", EVERY_BLOCK: "every block"}
 SHARES["original"] = "0.1.3"
 WAYS = ("kv 0.5, proportional", "kv 0.75, window 8", "stack 0.5, end 0.7")
@@ -69,11 +67,15 @@ def share(found: Comparison, row: Row | None) -> str:
     return percent(None if row is None else found.recovered(row))
 
 
-def columns(labels: Iterable[str] | Mapping[str, str], cell: Callable[..., str]) -> Columns:
-    """A column for the rows with each label."""
+def columns(
+    labels: Sequence[str] | Mapping[str, str],
+    cell: Callable[..., str],
+    of: Callable[[Comparison], Comparison] = lambda one: one,
+) -> Columns:
+    """A column for the rows with each label, from the comparison of a line or another one."""
     titles = labels if isinstance(labels, Mapping) else {k: TITLES.get(k, k) for k in labels}
     return {
-        title: lambda one, label=label: cell(one, one.find(label))
+        title: lambda one, label=label: cell(of(one), of(one).find(label))
         for label, title in titles.items()
     }
 
@@ -120,56 +122,51 @@ def hires(results: Results) -> Table:
     last = {(row["model"], row["ratio"]): row for row in results.file("hires_cpu")}
     lines = []
     for model in dict.fromkeys(name for name, _ in last):
-        plain, merged = (last[model, ratio] for ratio in (0.0, 0.5))
+        plain, merged = last[model, 0.0], last[model, 0.5]
         cells = [f"{row['seconds']:.1f} ± {row['spread']:.1f} s" for row in (plain, merged)]
         faster = times(plain["seconds"] / merged["seconds"])
         lines.append([f"embedded {model}", cells[0], f"{cells[1]} ({faster})"])
-    header = ["second pass", "unmerged", "half of the tokens"]
-    return Table(header, lines, list(last.values()))
+    return Table(["second pass", "unmerged", "half of the tokens"], lines, list(last.values()))
 
 
 def speed(results: Results) -> Table:
     """A step replayed as a CUDA graph, as it is and compiled; defaults but for what rows say."""
     found, compiled = results.settings("graph"), results.settings("compile", "compile-autotune")
     tuned = {one.first["setting"]: one for one in compiled}
-
-    def tuned_gain(label: str) -> Callable[[Comparison], str]:
-        return lambda one: gain(
-            tuned[one.first["setting"]], tuned[one.first["setting"]].find(label)
-        )
-
+    labels = {"unpatched": "compiled", EVERY_BLOCK: f"compiled, {OURS}"}
     return Table.of(
         found,
         {"one step of, ms": "{setting}"},
         columns({"unpatched": "unpatched", "original": ORIGINAL, EVERY_BLOCK: OURS}, gain),
-        {"compiled": tuned_gain("unpatched"), f"compiled, {OURS}": tuned_gain(EVERY_BLOCK)},
-        rows=rows_of([*found, *compiled]),
+        columns(labels, gain, lambda one: tuned[one.first["setting"]]),
+        rows=[*found, *compiled],
     )
 
 
 def compiled(results: Results) -> Table:
-    order = [one.first["setting"] for one in results.settings("graph")]
+    order = [(mode, one.first["setting"]) for mode in COMPILED for one in results.settings("graph")]
     found = results.settings("compile")
-    found.sort(key=lambda one: order.index(one.first["setting"]))
-    found.sort(key=lambda one: [*COMPILED].index(one.first["mode"]))
+    found.sort(key=lambda one: order.index((one.first["mode"], one.first["setting"])))
     mode = {"mode": lambda one: COMPILED[one.first["mode"]]}
     labels = {label: f"with {label}" for label in (EVERY_BLOCK, IF_FASTER, STACKS)}
     return Table.of(found, SETTING, mode, columns({"unpatched": "compiled", **labels}, steady_gain))
 
 
-def by_ratio(found: Comparison) -> list[tuple[float, list[Row | None]]]:
-    """By ratio, the rows of the original and of this library."""
-    merged = {(r["settings"]["ratio"], r["variant"]): r for r in found if r["settings"]}
-    ratios = sorted({ratio for ratio, _ in merged})
-    return [(r, [merged.get((r, kind)) for kind in ("original", "tomesd")]) for r in ratios]
+def by_ratio(
+    found: Comparison, cells: Callable[..., list[str]]
+) -> Iterator[tuple[float, list[str]]]:
+    """For each ratio, what is said of the original and of this library."""
+    merged = {(row["settings"]["ratio"], row["variant"]): row for row in found if row["settings"]}
+    for ratio in sorted({ratio for ratio, _ in merged}):
+        rows = (merged.get((ratio, kind)) for kind in ("original", "tomesd"))
+        yield ratio, [cell for row in rows for cell in cells(found, row)]
 
 
 def paper_speed(results: Results) -> Table:
     """Time and memory per image of the paper's set-up, at its ratios."""
     [found] = results.settings("paper")
     lines = [["unpatched", *per_image(found, found.find("unpatched")), "-", "-"]]
-    for ratio, rows in by_ratio(found):
-        lines.append([f"{100 * ratio:.0f}", *(c for row in rows for c in per_image(found, row))])
+    lines += [[f"{100 * ratio:.0f}", *cells] for ratio, cells in by_ratio(found, per_image)]
     header = ["r %", f"{ORIGINAL}: s / image", "GiB / image", f"{OURS}: s / image", "GiB / image"]
     return Table(header, lines, list(found))
 
@@ -188,8 +185,9 @@ def per_image(found: Comparison, row: Row | None) -> list[str]:
 
 def cpu(results: Results) -> Table:
     [found] = results.settings("cpu")
-    lines = [["0", *2 * [time(found, found.find("unpatched"))]]]
-    lines += [[f"{r:g}", *(gain(found, row) for row in rows)] for r, rows in by_ratio(found)]
+    unpatched = time(found, found.find("unpatched"))
+    merged = by_ratio(found, lambda found, row: [gain(found, row)])
+    lines = [["0", unpatched, unpatched], *([f"{ratio:g}", *cells] for ratio, cells in merged)]
     return Table(["ratio", ORIGINAL, OURS], lines, list(found))
 
 
@@ -296,20 +294,16 @@ def operations(results: Results) -> Table:
     found: dict[str, dict[str, Row]] = {}
     for row in results.file("operations"):
         found.setdefault(row["setting"], {})[row["label"]] = row
-    steps = {"half of the tokens": ("half", "merged"), "a quarter left": ("quarter", "merged")}
-    steps |= {"left out": ("fast", "left_out"), "coarse": ("fast", "coarse")}
-    steps |= {name: (name, "image") for name in ("quality", "balanced", "fast")}
-
-    def cell(rows: dict[str, Row], label: str, field: str) -> str:
-        return percent(rows[label][field]) if rows[label][field] else "-"
-
+    cells = {"half of the tokens": ("half", "merged"), "a quarter left": ("quarter", "merged")}
+    cells |= {"left out": ("fast", "left_out"), "coarse": ("fast", "coarse")}
+    cells |= {name: (name, "image") for name in ("quality", "balanced", "fast")}
     lines = [
-        [name, f"{rows['fast']['flops'] / 1e12:.1f}", *(cell(rows, *of) for of in steps.values())]
+        [name, f"{rows['fast']['flops'] / 1e12:.1f}"]
+        + [percent(rows[label][field] or None) for label, field in cells.values()]
         for name, rows in found.items()
     ]
-    return Table(
-        ["", "Tflop a step", *steps], lines, [r for rows in found.values() for r in rows.values()]
-    )
+    sources = [row for rows in found.values() for row in rows.values()]
+    return Table(["", "Tflop a step", *cells], lines, sources)
 
 
 BOUND = columns(["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS], time)

@@ -1,21 +1,19 @@
 """The tables of docs/quality.md, and those of README.md and docs/options.md on the same."""
 
-import ast
 import dataclasses
-import inspect
-import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+import docstring_parser
 
 from tomesd import Settings
 from tomesd.bench.tables import percent, times
 
 from .rows import (
-    FUSED,
     ORIGINAL,
-    OURS,
     SPEEDS,
-    UNFUSED,
+    TITLES,
     Columns,
     Results,
     Row,
@@ -25,6 +23,7 @@ from .rows import (
     pareto,
 )
 
+SPEEDUP = "speed-up, fused"
 SCORES: dict[str, tuple[str, int, float]] = {
     "FID": ("fid", 2, 1),
     "FID to unmerged": ("fid_unmerged", 2, 1),
@@ -34,6 +33,7 @@ SCORES: dict[str, tuple[str, int, float]] = {
     "PSNR": ("psnr", 2, 1),
     "SSIM": ("ssim", 3, 1),
     "LPIPS": ("lpips", 4, 1),
+    SPEEDUP: ("speedup", 2, 1),
 }
 """Field, digits and scale, by the title of a column."""
 ALL = ("FID", "FID to unmerged", "KID x 1000", "PSNR", "SSIM", "LPIPS")
@@ -70,8 +70,10 @@ PRESET_ROWS = {
 """Labels of the trade-offs that presets are, by kind of model."""
 
 
-def estimate(row: Row, name: str, digits: int, scale: float = 1.0) -> str:
+def estimate(row: Row, title: str, digits: int | None = None) -> str:
     """A value with half of its interval."""
+    name, usual, scale = SCORES[title]
+    digits = usual if digits is None else digits
     if not has(row, name):
         return "-"
     text = f"{scale * row[name]:.{digits}f}"
@@ -82,12 +84,7 @@ def estimate(row: Row, name: str, digits: int, scale: float = 1.0) -> str:
 
 def scores(*titles: str, **digits: int) -> Columns:
     """Estimates, with other numbers of digits than usual for some titles."""
-
-    def cell(title: str) -> Callable[[Row], str]:
-        name, usual, scale = SCORES[title]
-        return lambda row: estimate(row, name, digits.get(title, usual), scale)
-
-    return {title: cell(title) for title in titles}
+    return {title: partial(estimate, title=title, digits=digits.get(title)) for title in titles}
 
 
 def speeds(*titles: str) -> Columns:
@@ -106,30 +103,28 @@ def named(title: str, rows: Mapping[str, Row], *parts: Columns) -> Table:
     )
 
 
-def name_of(row: Row) -> str:
-    return {"original": ORIGINAL, "tomesd": OURS}.get(row["variant"], row["variant"])
-
-
 def paper_rows(results: Results) -> list[Row]:
+    """The unmerged model, then both libraries, with the ratio in percent."""
     rows = [row for row in results.quality("paper") if not gave_up_evenly(row)]
-    return sorted(rows, key=lambda row: row["settings"].get("ratio", 0))
+    rows = [{**row, "percent": 100 * row["settings"].get("ratio", 0)} for row in rows]
+    return sorted(rows, key=lambda row: row["percent"])
 
 
 def paper(results: Results) -> Table:
     """Both libraries at the ratios of the paper."""
-    base, *merged = paper_rows(results)
-    for row in (base, *merged):
-        row["r"] = f"{100 * row['settings'].get('ratio', 0):.0f}"
-        row["time"] = "" if row is base else f" ({percent(1 / row[UNFUSED])})"
-        share = row["mib_unfused"] / base["mib_unfused"]
-        row["memory"] = "" if row is base else f" ({percent(share)})"
+    base, *merged = rows = paper_rows(results)
+    base |= {"time": "", "memory": "", SPEEDUP: "1"}
+    for row in merged:
+        row["time"] = f" ({percent(1 / row['speedup_unfused'])})"
+        row["memory"] = f" ({percent(row['mib_unfused'] / base['mib_unfused'])})"
+        row[SPEEDUP] = estimate(row, SPEEDUP)
     return Table.of(
-        [base, *merged],
-        {"r %": "{r}", "": name_of},
+        rows,
+        {"r %": "{percent:.0f}", "": lambda row: TITLES.get(row["variant"], row["variant"])},
         scores(*ALL),
         {"time, unfused": "{step_ms_unfused:.2f} ms{time}"},
         {"memory, unfused": "{mib_unfused:.1f} MiB{memory}"},
-        {"speed-up, fused": lambda row: "1" if row is base else estimate(row, FUSED, 2)},
+        {SPEEDUP: lambda row: row[SPEEDUP]},
     )
 
 
@@ -149,7 +144,7 @@ def windows(results: Results) -> Table:
 
 def front_rows(results: Results) -> list[Row]:
     """The unmerged model, then the original's settings, then ours, the closest first."""
-    rows = [row for row in results.quality("front") if not row["settings"] or has(row, FUSED)]
+    rows = [row for row in results.quality("front") if not row["settings"] or has(row, "speedup")]
     kinds = ("unmerged", "original", "tomesd")
     return sorted(rows, key=lambda row: (kinds.index(row["variant"]), row.get("lpips", 0)))
 
@@ -171,14 +166,14 @@ def search(results: Results) -> Table:
     """What no other setting is both faster and closer than, with one attention or the other."""
     found = search_rows(results)
     best = {speed: pareto(found, speed) for speed in SPEEDS}
+
+    def marked(row: Row, speed: str) -> str:
+        return f"**{times(row[speed])}**" if row in best[speed] else times(row[speed])
+
     rows = [row for row in found if any(row in rows for rows in best.values())]
-    for row in rows:
-        for speed in SPEEDS:
-            mark = "**" if row in best[speed] else ""
-            row[f"{speed}_cell"] = f"{mark}{times(row[speed])}{mark}"
+    columns = {f"speed-up, {name}": partial(marked, speed=key) for key, name in SPEEDS.items()}
     rows.sort(key=lambda row: row["lpips"])
-    marked = {f"speed-up, {name}": f"{{{speed}_cell}}" for speed, name in SPEEDS.items()}
-    return Table.of(rows, {"settings": "{label}"}, scores("LPIPS", "PSNR"), marked)
+    return Table.of(rows, {"settings": "{label}"}, scores("LPIPS", "PSNR"), columns)
 
 
 def defaults(results: Results) -> Table:
@@ -245,15 +240,10 @@ def tradeoffs(model: str, pixels: int, **more: Any) -> Callable[[Results], Table
 
 def options(_: Results) -> Table:
     """The fields of `Settings`; what they mean is in the docstring below each."""
-    body = ast.parse(inspect.getsource(Settings)).body[0].body
-    meanings = {
-        declared.target.id: " ".join(doc.value.value.split())
-        for declared, doc in itertools.pairwise(body)
-        if isinstance(declared, ast.AnnAssign) and isinstance(doc, ast.Expr)
-    }
+    defaults = dataclasses.asdict(Settings())
     lines = [
-        [f"`{one.name}`", f"`{one.default}`", meanings[one.name]]
-        for one in dataclasses.fields(Settings)
+        [f"`{one.arg_name}`", f"`{defaults[one.arg_name]}`", " ".join(one.description.split())]
+        for one in docstring_parser.parse_from_object(Settings).params
     ]
     return Table(["option", "default", "meaning"], lines)
 

@@ -11,8 +11,9 @@ from tomesd.bench.tables import Comparison, comparisons, markdown, versions
 from tomesd.evaluation.figures import pareto_front
 
 ORIGINAL, OURS = "tomesd 0.1.3", "this library"
-FUSED, UNFUSED = "speedup", "speedup_unfused"
-SPEEDS = {FUSED: "fused attention", UNFUSED: "unfused attention"}
+TITLES = {"original": ORIGINAL, "tomesd": OURS, "free": "bound"}
+"""Of variants, where a row's label does not say it."""
+SPEEDS = {"speedup": "fused attention", "speedup_unfused": "unfused attention"}
 
 Columns = Mapping[str, str | Callable[[Any], str]]
 """By title, what the cell of a line says: a function of the line's row or comparison, or a format
@@ -28,13 +29,13 @@ class Table:
 
     @classmethod
     def of(
-        cls, found: Iterable[Any], *parts: Columns, rows: Sequence[Row] | None = None
+        cls, found: Iterable[Any], *parts: Columns, rows: Iterable[Any] | None = None
     ) -> "Table":
         """A line for each row, or for each comparison, that was found."""
         found = list(found)
         titles, cells = zip(*(column for part in parts for column in part.items()), strict=True)
         lines = [[_cell(one, what) for what in cells] for one in found]
-        return cls(titles, lines, rows_of(found) if rows is None else rows)
+        return cls(titles, lines, rows_of(found if rows is None else rows))
 
     def text(self, *, sources: bool) -> str:
         """In markdown, with a line on hardware, versions and commits if asked for.
@@ -110,7 +111,7 @@ def _same_settings(row: Row) -> str:
 def _with_speed(row: Row, timed: dict[str, Row]) -> Row:
     """With the times of its settings, if they were measured apart from the images."""
     found = timed.get(_same_settings(row))
-    if has(row, FUSED) or found is None:
+    if has(row, "speedup") or found is None:
         return row
     kept = ("speedup", "step_ms_", "mib_")
     return {**row, **{n: v for n, v in found.items() if n.startswith(kept)}, "timed": found}

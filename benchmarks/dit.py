@@ -40,11 +40,21 @@ from tomesd.planning import make_plan
 from tomesd.presets import PRESETS
 from tomesd.segments import cut_grid, plan_segments
 from tomesd.selectors import bipartite, removable
-from tomesd.state import Patch
 
-LABELS = {UNPATCHED: "unpatched", OURS: "ratio", FREE: "bound"}
 SIDES, CHANNELS, FRAMES = (32, 64, 128, 256, 512), (3072, 5120), 16
 """Of plans that are measured alone: squares of tokens, and videos with as many."""
+
+
+def ways_to_run(setting: Setting) -> dict[str, tuple[str, dict[str, Any] | None]]:
+    """By label, the kind of each way and the arguments of `apply_patch`."""
+    ways: dict[str, tuple[str, dict[str, Any] | None]] = {UNPATCHED: (UNPATCHED, None)}
+    if setting.steps:
+        presets = PRESETS["transformer"].items()
+        return ways | {f"preset {name}": (OURS, options) for name, options in presets}
+    for ratio in RATIOS:
+        options = {"start": 0.0, "end": 1.0, **setting.options, "ratio": ratio}
+        ways |= {f"ratio {ratio:g}": (OURS, options), f"bound {ratio:g}": (FREE, options)}
+    return ways
 
 
 class Runner:
@@ -53,47 +63,41 @@ class Runner:
     def __init__(self, setting: Setting, mode: str, model: Any):
         self.setting, self.mode, self.model = setting, mode, model
         self.inputs = setting.inputs(model)
-        self.device = model.device
         self.patched: Any = None
         """The last model that was patched, which the bound has to know."""
 
     def rows(self, effort: Effort) -> Iterator[Row]:
         """A row for each way to run the model."""
-        ways: dict[str, tuple[str, dict[str, Any] | None]] = {UNPATCHED: (UNPATCHED, None)}
-        if self.setting.steps:
-            presets = PRESETS["transformer"].items()
-            ways |= {f"preset {name}": (OURS, options) for name, options in presets}
-        for ratio in () if self.setting.steps else RATIOS:
-            options = {"start": 0.0, "end": 1.0, **self.setting.options, "ratio": ratio}
-            ways |= {f"{LABELS[kind]} {ratio:g}": (kind, options) for kind in (OURS, FREE)}
+        ways = ways_to_run(self.setting)
         makers = {label: partial(self.prepare, *way) for label, way in ways.items()}
-        for label, found in measure_together(makers, self.device, effort).items():
+        for label, found in measure_together(makers, self.model.device, effort).items():
             kind, options = ways[label]
             names = {"mode": self.mode, "variant": kind, "label": label, "settings": options}
             dtype = str(self.model.dtype).removeprefix("torch.")
             yield {**self.setting.row(), "dtype": dtype, **names, **found}
 
     def prepare(self, kind: str, options: dict[str, Any] | None) -> Prepared:
-        probe, own, start = MemoryProbe(self.device), shared_copy(self.model), time.perf_counter()
-        patched, self.patched = self.patched, None
+        device, once = self.model.device, self.setting.once
+        probe, own, start = MemoryProbe(device), shared_copy(self.model), time.perf_counter()
         if kind == OURS:
+            self.patched = None
             tomesd.apply_patch(own, **(options or {}))
         elif kind == FREE:
-            if patched is None:
+            if self.patched is None:
                 raise RuntimeError("what this is the bound of could not run")
-            apply_bound(own, patched)
+            apply_bound(own, self.patched)
         if self.mode in (BLOCKS, BLOCKS_GRAPH):
             raise_compile_limits()
             own.compile_repeated_blocks(fullgraph=True, dynamic=False)
         step: Any = Step(own, self.inputs, found=find_models(own)[0])
         if self.setting.steps:
             step = partial(make_image, step, self.setting.steps)
-        how = {"captured": self.mode in (GRAPH, BLOCKS_GRAPH), "warm": not self.setting.once}
-        ready = make_ready(step, own, self.mode, probe, self.device, **how)
-        ready.launches = not self.setting.once
+        captured = self.mode in (GRAPH, BLOCKS_GRAPH)
+        ready = make_ready(step, own, self.mode, probe, device, captured=captured, warm=not once)
+        ready.launches = not once
         ready.more = {"prepare_seconds": time.perf_counter() - start}
-        if self.mode == EAGER and not self.setting.once:
-            ready.more |= look_closer(step, own)
+        if self.mode == EAGER and not once:
+            ready.more |= {"waits": count_waits(step, device), **plan_cost(step, own)}
         if kind == OURS:
             self.patched = own
         return ready
@@ -108,47 +112,40 @@ def make_image(step: Step, steps: int) -> Any:
     return [step() for _ in range(steps)][-1]
 
 
-def look_closer(step: Step, model: Any) -> Row:
-    """How often the host waits for a GPU in a call, and what the plans of the call cost."""
-    patch, plans, told = patch_of(model), [], []
-    if patch is not None:
-        patch.observer = lambda *found: plans.append(found)
-    cuda = model.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(model.device)
+def count_waits(call: Callable[[], Any], device: torch.device) -> int | None:
+    """How often the host waits for a GPU in a call."""
+    if device.type != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        if cuda:
-            torch.cuda.set_sync_debug_mode("default")
-    waits = sum("synchroniz" in str(one.message) for one in told) if cuda else None
+        call()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(one.message) for one in told)
+
+
+def plan_cost(call: Callable[[], Any], model: Any) -> Row:
+    """The plans that a patched model makes in a call, and the seconds of one by itself."""
+    patch, plans = patch_of(model), []
     if patch is None:
-        return {"waits": waits}
+        return {}
+    patch.observer = lambda *found: plans.append(found)
+    call()
     patch.observer = None
-    return {"waits": waits, **(plan_cost(patch, plans, model) if plans else {})}
-
-
-def plan_cost(patch: Patch, plans: list[Any], model: Any) -> Row:
-    """The plans of a call, and the seconds that one takes by itself.
-
-    Args:
-        plans: what the patch's observer was told.
-    """
+    if not plans:
+        return {}
     scope, block, plan = plans[-1]
     [segments] = scope.decision.segments.values()
     shape = (*plan.slot.shape, patch.outline.levels[0].channels)
     x = torch.randn(shape, device=model.device, dtype=model.dtype)
-    call = partial(make_plan, scope, block, x, segments)
-    call()
+    make = partial(make_plan, scope, block, x, segments)
+    make()
     return {
         "plans": len({id(plan) for _, _, plan in plans}),
         "tokens": plan.slot.shape[1],
         "tokens_left": plan.span.shape[1],
-        "plan_seconds": time_calls(call, 5, model.device),
-        "plan_host_seconds": time_launches(call, model.device),
+        "plan_seconds": time_calls(make, 5, model.device),
+        "plan_host_seconds": time_launches(make, model.device),
     }
 
 
@@ -160,13 +157,11 @@ def model_rows(name: str, args: argparse.Namespace, device: torch.device) -> Ite
     settings = [one for one in SETTINGS[name] if args.only in one.name]
     chosen = [(one, mode) for one in settings for mode in one.modes if args.mode in ("", mode)]
     for setting, mode in chosen:
-        if args.spent() > args.budget:
-            print(f"{setting.name}, {mode}: no time left", flush=True)
-            continue
         cls = getattr(diffusers, setting.kind)
-        model = attempt(partial(random_model, cls, setting.config, device, dtype, 0), device)
+        make = partial(random_model, cls, setting.config, device, dtype, seed=0)
+        model = "no time left" if args.spent() > args.budget else attempt(make, device)
         if isinstance(model, str):
-            print(f"{setting.name}: {model}", flush=True)
+            print(f"{setting.name}, {mode}: {model}", flush=True)
             continue
         yield from Runner(setting, mode, model).rows(once if setting.once else several)
         torch._dynamo.reset()
@@ -182,28 +177,29 @@ def plan_rows(device: torch.device) -> Iterator[Row]:
     remove = partial(removable, settings, ratio=ratio)
     effort = Effort(seconds=0.5, min_repeats=3, sample_seconds=0.02)
     for side, channels, frames in product(SIDES, CHANNELS, (1, FRAMES)):
-        grid = (1, side, side) if frames == 1 else (frames, side // 4, side // 4)
-        st = 1 if frames == 1 else 2
+        grid, st = (1, side, side), 1
+        if frames > 1:
+            grid, st = (frames, side // 4, side // 4), 2
         parts = cut_grid(grid, settings.sy, settings.sx, st, settings.search, remove)
         x = torch.randn(1, side * side, channels, device=device, dtype=dtype)
         make = partial(plan_segments, x, parts, lambda x, cells, n, _: bipartite(x, cells, n))
-
-        def prepare(make: Callable[[], Any] = make) -> Prepared:
-            make()
-            peak = MemoryProbe(device).peak_mib(make)
-            return Prepared(replayed(make, device), device, peak)
-
         label = f"{channels} channels"
         yield {
             **{"model": "random tokens", "what": "plan", "attention": "none"},
-            "setting": f"{'x'.join(map(str, grid[grid[0] == 1 :]))} tokens",
+            "setting": f"{'x'.join(map(str, grid[frames == 1 :]))} tokens",
             **{"frames": frames, "height": grid[1], "width": grid[2], "images": 1, "batch": 1},
             **{"tokens": x.shape[1], "channels": channels},
             "dtype": str(dtype).removeprefix("torch."),
             **{"mode": GRAPH if cuda else EAGER, "variant": OURS, "label": label},
             **{"settings": {"ratio": ratio, "st": st}},
-            **measure_together({label: prepare}, device, effort)[label],
+            **measure_together({label: partial(prepare_plan, make, device)}, device, effort)[label],
         }
+
+
+def prepare_plan(make: Callable[[], Any], device: torch.device) -> Prepared:
+    make()
+    peak = MemoryProbe(device).peak_mib(make)
+    return Prepared(replayed(make, device), device, peak)
 
 
 def main(arguments: list[str] | None = None) -> None:

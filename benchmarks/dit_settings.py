@@ -1,6 +1,5 @@
 """What dit.py measures: transformers as published, at sizes that people use."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,13 +38,15 @@ class Setting:
 
     @property
     def name(self) -> str:
-        parts = [f"{self.model} {self.width}x{self.height}"]
-        parts += [f"{self.frames} frames"] if self.frames > 1 else []
-        parts += [f"{self.images} images"] if self.images > 1 else []
-        parts += ["guidance"] if self.guidance else []
-        parts += [f"{self.steps} steps"] if self.steps else []
-        parts += [self.note] if self.note else []
-        return ", ".join(parts)
+        extras = {
+            f"{self.frames} frames": self.frames > 1,
+            f"{self.images} images": self.images > 1,
+            "guidance": self.guidance,
+            f"{self.steps} steps": self.steps,
+            self.note: self.note,
+        }
+        told = [words for words, differs in extras.items() if differs]
+        return ", ".join([f"{self.model} {self.width}x{self.height}", *told])
 
     @property
     def batch(self) -> int:
@@ -54,10 +55,9 @@ class Setting:
     def row(self) -> dict[str, Any]:
         """What a row says of the setting."""
         names = ("model", "height", "width", "frames", "images", "batch")
-        what = "images" if self.steps else "step"
-        same = {"setting": self.name, "what": what, "attention": "default"}
-        known = {**same, **{name: getattr(self, name) for name in names}}
-        return {**known, "steps": self.steps} if self.steps else known
+        known = {name: getattr(self, name) for name in names}
+        what = {"what": "images", "steps": self.steps} if self.steps else {"what": "step"}
+        return {"setting": self.name, "attention": "default", **what, **known}
 
     def inputs(self, model: Any) -> dict[str, Any]:
         """Noise, and positions and masks as they have to be."""
@@ -67,24 +67,22 @@ class Setting:
         return {**inputs, "return_dict": False}
 
 
-def _named(model: str, kind: str, **same: Any) -> Callable[..., Setting]:
-    """Makes settings of a model from height, width and what else they differ in."""
-    return partial(Setting, model, kind, **same)
-
-
-_flux = _named("Flux.1-dev", "FluxTransformer2DModel", config={"guidance_embeds": True})
-_wan = _named("Wan 14B", "WanTransformer3DModel", frames=81)
-_ltx = _named("LTX-Video", "LTXVideoTransformer3DModel", frames=161, scale=(32, 8))
-_hunyuan = _named("HunyuanVideo", "HunyuanVideoTransformer3DModel", frames=61)
-_qwen = _named("Qwen-Image", "QwenImageTransformer2DModel")
-_zimage = _named("Z-Image", "ZImageTransformer2DModel")
-_pixart = _named(
+# From height and width, and what else is different.
+_flux = partial(Setting, "Flux.1-dev", "FluxTransformer2DModel", config={"guidance_embeds": True})
+_wan = partial(Setting, "Wan 14B", "WanTransformer3DModel", frames=81)
+_ltx = partial(Setting, "LTX-Video", "LTXVideoTransformer3DModel", frames=161, scale=(32, 8))
+_hunyuan = partial(Setting, "HunyuanVideo", "HunyuanVideoTransformer3DModel", frames=61)
+_qwen = partial(Setting, "Qwen-Image", "QwenImageTransformer2DModel")
+_zimage = partial(Setting, "Z-Image", "ZImageTransformer2DModel")
+_pixart = partial(
+    Setting,
     "PixArt-Sigma",
     "PixArtTransformer2DModel",
     config={"caption_channels": 4096, "sample_size": 256, "interpolation_scale": 4},
     guidance=True,
 )
-_sd35 = _named(
+_sd35 = partial(
+    Setting,
     "SD3.5-large",
     "SD3Transformer2DModel",
     config={

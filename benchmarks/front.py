@@ -42,57 +42,63 @@ SHOWN, COLUMNS = 256, 8
 TOLD = ("speedup", "work", "lpips", "kid", "kid_change")
 """Fields of a row that are printed."""
 FEWEST_FOR_KID, FEWEST_FOR_FID = 50, 500
+SCENES = 2000
+"""That images are compared with."""
 
 
 class Judge:
-    """Compares images with the unmerged ones, and with composed scenes."""
+    """Compares images with the unmerged ones, which come first, and with composed scenes."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         # Stored in half precision, they are smaller to carry to a GPU.
         self.lpips = Lpips(path=args.lpips).float().to(device)
         self.inception = Inception(args.inception).float().to(device)
         self.device = device
+        self.unmerged: Tensor | None = None
+        self.unmerged_features: Tensor | None = None
         self.scenes: Tensor | None = None
+        """Their features."""
         if args.sprites:
-            parts = compose(args.sprites, args.scenes, args.pixels, device)
+            parts = compose(args.sprites, SCENES, args.pixels, device)
             self.scenes = torch.cat([self.features(part) for part in parts])
-        self.unmerged: tuple[Tensor, Tensor | None] | None = None
 
     def features(self, images: Tensor) -> Tensor:
         """[N, 2048] of images [N, 3, H, W] of uint8"""
         return torch.cat([self.inception(part.to(self.device)) for part in images.split(64)])
 
     def scores(self, images: Tensor) -> tuple[Row, dict[str, Array]]:
-        """Estimates, and what they are worked out from. The first images are the unmerged ones."""
+        """Estimates for images [N, 3, H, W] of uint8, and what they are worked out from."""
         kept: dict[str, Array] = {}
-        features = self.features(images) if len(images) >= FEWEST_FOR_KID else None
-        unmerged, base = self.unmerged or (None, None)
-        if unmerged is None:
-            self.unmerged = images, features
+        if self.unmerged is None:
+            self.unmerged = images
         else:
-            pairs = zip(images.split(16), unmerged[: len(images)].split(16), strict=True)
+            pairs = zip(images.split(16), self.unmerged[: len(images)].split(16), strict=True)
             parts = [paired_scores(one, other, self.lpips) for one, other in pairs]
             kept = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         found = {name: mean_estimate(values) for name, values in kept.items()}
-        if features is not None:
+        if len(images) >= FEWEST_FOR_KID:
+            features = self.features(images)
+            found |= self._distances(features)
             kept["features"] = features.half().cpu().numpy()
-            found |= self._distances(features, None if base is None else base[: len(images)])
         return {k: v for name, one in found.items() for k, v in one.fields(name).items()}, kept
 
-    def _distances(self, features: Tensor, unmerged: Tensor | None) -> dict[str, Estimate]:
-        """Intervals are bootstraps over images; scenes are taken as given.
+    def _distances(self, features: Tensor) -> dict[str, Estimate]:
+        """Of features [N, 2048]. Intervals are bootstraps over images; scenes are taken as given.
 
         `kid_change` is how much KID to the scenes rises over that of the unmerged images of the
         same captions and seeds: much surer than either.
         """
-        found = {}
-        if unmerged is not None:
+        found, unmerged = {}, self.unmerged_features
+        if unmerged is None:
+            self.unmerged_features = features
+        else:
+            unmerged = unmerged[: len(features)]
             found["kid_unmerged"] = kid_estimate(features, unmerged, paired=True)
         if self.scenes is not None:
-            found["kid"] = kid_estimate(features, self.scenes)
+            shares = kid_shares(features, self.scenes)
+            found["kid"] = mean_estimate(shares)
             if unmerged is not None:
-                mine, base = (kid_shares(one, self.scenes) for one in (features, unmerged))
-                found["kid_change"] = mean_estimate(mine - base)
+                found["kid_change"] = mean_estimate(shares - kid_shares(unmerged, self.scenes))
             if len(features) >= FEWEST_FOR_FID:
                 found["fid"] = fid_estimate(features, self.scenes)
         return found
@@ -125,7 +131,7 @@ def make(model: Model, way: Way, args: argparse.Namespace) -> tuple[Tensor, Row]
 
 
 def shrunk(images: Tensor) -> list[Image.Image]:
-    """The first images, as the sheet shows them."""
+    """The first of images [N, 3, H, W], as the sheet shows them."""
     few = F.interpolate(images[:COLUMNS].float(), size=(SHOWN, SHOWN), mode="area")
     return [Image.fromarray(x) for x in few.round().byte().permute(0, 2, 3, 1).cpu().numpy()]
 
@@ -133,31 +139,30 @@ def shrunk(images: Tensor) -> list[Image.Image]:
 def run(args: argparse.Namespace) -> list[str]:
     """Makes and judges the rows; returns what went wrong."""
     model = Model(args)
-    judge = Judge(args, model.device)
-    file = RowFile(args.rows_file, model.device)
+    judge, file = Judge(args, model.device), RowFile(args.rows_file, model.device)
     args.out.mkdir(parents=True, exist_ok=True)
-    chosen = [way for way in WAYS[args.model] if re.search(args.rows, way.label)]
+    ways = [way for way in WAYS[args.model] if re.search(args.rows, way.label)]
     problems, strips, base = [], {}, None
 
     def made_and_judged(way: Way) -> tuple[Row, dict[str, Array], list[Image.Image]]:
         images, took = make(model, way, args)
         scores, kept = judge.scores(images)
-        return {"images": len(images), **took, **scores}, kept, shrunk(images)
+        row = {**identity(way, model, args), "images": len(images), **took, **scores}
+        return row, kept, shrunk(images)
 
-    for number, way in enumerate([Way("unmerged", "unmerged"), *chosen]):
+    for number, way in enumerate([Way("unmerged", "unmerged"), *ways]):
         late = args.spent() > args.budget
         outcome = "no time left" if late else attempt(partial(made_and_judged, way), model.device)
-        if isinstance(outcome, str):  # the other rows can do without this one
+        if isinstance(outcome, str):
             problems.append(f"{way.label}: {outcome}")
             print(problems[-1], flush=True)
             if base is None:
                 break
-            continue
-        found, kept, strips[way.label] = outcome
-        base = base or found
-        row = {**identity(way, model, args), **found}
-        row["speedup"] = base["seconds_per_image"] / found["seconds_per_image"]
-        row["work"] = found["block_tokens"] and found["block_tokens"] / base["block_tokens"]
+            continue  # the other rows can do without this one
+        row, kept, strips[way.label] = outcome
+        base = base or row
+        row["speedup"] = base["seconds_per_image"] / row["seconds_per_image"]
+        row["work"] = row["block_tokens"] and row["block_tokens"] / base["block_tokens"]
         file.add(row)
         np.savez(args.out / f"{number:02d}-{re.sub(r'[^A-Za-z0-9.]+', '-', way.label)}.npz", **kept)
         told = [f"{name} {row[name]:.4g}" for name in TOLD if row.get(name) is not None]
@@ -173,10 +178,10 @@ def identity(way: Way, model: Model, args: argparse.Namespace) -> Row:
     return {
         **{"section": "front", "setting": way.family, "model": f"embedded {args.model}"},
         **{"what": "images", "height": args.pixels, "width": args.pixels, "batch": args.batch},
-        **{"all_steps": args.steps, "guidance": args.guidance, "scheduler": "own"},
+        **{"all_steps": args.steps, "guidance": model.guidance, "scheduler": "own"},
         **{"dtype": str(model.dtype).removeprefix("torch."), "attention": "default"},
         **{"mode": "eager", "variant": way.variant, "label": way.label, "settings": way.options},
-        "reference_scenes": args.scenes if args.sprites else None,
+        "reference_scenes": SCENES if args.sprites else None,
     }
 
 
@@ -186,13 +191,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--model", choices=list(WAYS), default="transformer")
     add("--pixels", type=int, help="of a side; 512 on the transformer, 256 on the UNet")
     add("--steps", type=int, help="of unmerged images; 28 on the transformer, 20 on the UNet")
-    add("--guidance", type=float, help="4 on the transformer, 5 on the UNet")
     add("--images", type=int, default=512, help="of the most important rows; others have fewer")
     add("--batch", type=int, default=32, help="images made together")
     add("--rows", default="", help="regular expression that labels must match")
     add("--budget", type=float, default=1e9, help="seconds after which no row begins")
     add("--sprites", type=Path, help="what scenes are composed of, to compare with")
-    add("--scenes", type=int, default=2000)
     add("--inception", type=Path, help="weights, if the package is not installed")
     add("--lpips", type=Path, help="weights, if the package is not installed")
     add("--rows-file", type=Path, default=RESULTS / "front.jsonl")
@@ -201,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.read(arguments)
     if args.device == "cpu":
         args.dtype = args.dtype or "float32"
-    for name in ("pixels", "steps", "guidance", "dtype"):
+    for name in ("pixels", "steps", "dtype"):
         setattr(args, name, getattr(args, name) or USUAL[args.model][name])
     if problems := run(args):
         raise SystemExit("left out:\n" + "\n".join(problems))

@@ -6,17 +6,15 @@ import copy
 import functools
 import io
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 from unittest import mock
 
 import compose_scenes  # noqa: F401  (it puts demo_model/training on the path)
-import numpy as np
 import tomesd_demo_model
 import torch
 from diffusers import FirstBlockCacheConfig, FluxPipeline, MagCacheConfig, TaylorSeerCacheConfig
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from flow import pack, unpack
+from flow import pack, shifted, unpack
 from front_ways import Way
 from sampling import first_noise
 from torch import Tensor
@@ -37,7 +35,7 @@ class Model:
         self.pipe = load_pipeline(args.model, device=args.device, dtype=args.dtype)
         self.pipe.vae.float()  # what is measured is the model, not the decoder's rounding
         self.device, self.dtype = denoiser(self.pipe).device, denoiser(self.pipe).dtype
-        self.guidance, self.pixels = args.guidance, args.pixels
+        self.guidance, self.pixels = USUAL[args.model]["guidance"], args.pixels
         self.is_unet = args.model == "unet"
 
     def encode(self, captions: list[str]) -> tuple[Tensor, ...]:
@@ -54,15 +52,14 @@ class Model:
 
     def loop(self, model: Any, told: tuple[Tensor, ...], noise: Tensor, steps: int) -> Tensor:
         """Latents of the shape of the noise."""
-        scheduler, x = self.pipe.scheduler, noise if self.is_unet else pack(noise)
+        scheduler = self.pipe.scheduler
         if self.is_unet:
+            x, predict = noise, self._predict_noise
             scheduler.set_timesteps(steps, device=x.device)
-        else:  # the noise levels of FluxPipeline
-            names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-            shift = calculate_shift(x.shape[1], *(scheduler.config[name] for name in names))
-            sigmas = np.linspace(1, 1 / steps, steps)
-            scheduler.set_timesteps(sigmas=sigmas, mu=shift, device=x.device)
-        predict = self._predict_noise if self.is_unet else self._predict_flow
+        else:
+            x, predict = pack(noise), self._predict_flow
+            sigmas = shifted(torch.linspace(1, 1 / steps, steps), x.shape[1])
+            scheduler.set_timesteps(sigmas=sigmas.tolist(), mu=0.0, device=x.device)  # as they are
         for t in scheduler.timesteps:
             plain, wanted = predict(model, told, x, t).float().chunk(2)
             guided = plain + self.guidance * (wanted - plain)
@@ -95,25 +92,21 @@ class Model:
     @contextmanager
     def changed(self, way: Way, steps: int) -> Iterator[Any]:
         """The model that makes images in this way."""
-        model, options = denoiser(self.pipe), way.options
-        if not way.cache:
-            merging = tomesd.patched(self.pipe, when="always", **options) if options else None
-            with merging or nullcontext():
-                yield model
-        elif way.cache == "deep":
-            # A package of its own, which is not installed with the others.
-            from DeepCache import DeepCacheSDHelper
+        model = denoiser(self.pipe)
+        with ExitStack() as stack:
+            if way.cache == "deep":
+                # A package of its own, which is not installed with the others.
+                from DeepCache import DeepCacheSDHelper
 
-            helper = DeepCacheSDHelper(self.pipe)
-            helper.set_params(**options)
-            helper.enable()
-            try:
-                yield model
-            finally:
-                helper.disable()
-        else:
-            model = copy.deepcopy(model)  # hooks leave traces in the modules they were on
-            model.enable_cache(self._cache(way, model, steps))
+                helper = DeepCacheSDHelper(self.pipe)
+                helper.set_params(**way.options)
+                helper.enable()
+                stack.callback(helper.disable)
+            elif way.cache:
+                model = copy.deepcopy(model)  # hooks leave traces in the modules they were on
+                model.enable_cache(self._cache(way, model, steps))
+            elif way.options:
+                stack.enter_context(tomesd.patched(self.pipe, when="always", **way.options))
             yield model
 
     def _cache(self, way: Way, model: Any, steps: int) -> Any:
@@ -145,15 +138,16 @@ class Model:
         def counting(forward: Any) -> Any:
             @functools.wraps(forward)
             def run(block: Any, *args: Any, **kwargs: Any) -> Any:
-                tokens = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+                tokens = args[0] if args else kwargs["hidden_states"]  # [B, N, C]
                 count[0] += tokens.shape[0] * tokens.shape[1]
                 return forward(block, *args, **kwargs)
 
             return run
 
-        lists = ("transformer_blocks", "single_transformer_blocks")
-        classes = {type(block) for name in lists for block in getattr(model, name, ())}
+        blocks = (
+            () if self.is_unet else (*model.transformer_blocks, *model.single_transformer_blocks)
+        )
         with ExitStack() as stack:
-            for cls in classes:
+            for cls in {type(block) for block in blocks}:
                 stack.enter_context(mock.patch.object(cls, "forward", counting(cls.forward)))
             yield count

@@ -27,9 +27,7 @@ from tomesd.generation import load_pipeline
 from tomesd.generation.loading import pick_device
 
 ROWS = RESULTS / "quality.jsonl"
-SIDE = 256
-"""Pixels of an image."""
-GUIDANCE = 5.0
+SIDE, GUIDANCE = 256, 5.0
 SECTIONS = ("paper", "front", "ablations", "seed", "search")
 KINDS = {"unmerged": "unmerged", "original": "original", "tomesd": "merged"}
 CANDIDATE = ("setting", "variant", "label", "settings", "images", "steps", "scheduler")
@@ -47,7 +45,7 @@ def candidates(section: str) -> list[Row]:
     for row in rows:
         if row["variant"] == "tomesd":
             # No rule may leave a layer alone: what a row says has to be merged.
-            row["settings"] = json.loads(json.dumps({"when": "always", **row["settings"]}))
+            row["settings"] = {"when": "always", **row["settings"]}
     return rows
 
 
@@ -63,13 +61,13 @@ def image_rows(section: str, pipe: Any, judges: Judges, args: argparse.Namespace
     made = {name: rows[0][name] for name in ("images", "scheduler", "steps")}
     reference = Reference.of(args.reference) if args.reference else None
     # Once each, whatever they are called.
-    variants = {name_of(row): (KINDS[row["variant"]], row["settings"]) for row in rows}
+    variants = {name_of(row): row for row in rows}
     definition = define(
         pipe,
         model={"model": "demo"},
         prompts="held-out",
         items=make_items(load_prompts("held-out", made["images"])),
-        variants=[Variant(name, *rest) for name, rest in variants.items()],
+        variants=[Variant(k, KINDS[v["variant"]], v["settings"]) for k, v in variants.items()],
         batch=args.batch,
         size=(SIDE, SIDE),
         steps=made["steps"],
@@ -83,7 +81,7 @@ def image_rows(section: str, pipe: Any, judges: Judges, args: argparse.Namespace
     by_name = {result.variant.name: result for result in results}
     for place, row in enumerate(rows):
         found = by_name[name_of(row)]
-        scores = [one.fields(name) for name, one in found.metrics.items()]
+        scores = {k: v for name, one in found.metrics.items() for k, v in one.fields(name).items()}
         yield {
             **{"section": f"quality-{section}", "model": "demo", "what": "images", "place": place},
             **{name: row[name] for name in ("setting", "variant", "label", "settings")},
@@ -91,7 +89,7 @@ def image_rows(section: str, pipe: Any, judges: Judges, args: argparse.Namespace
             **{**made, "guidance": GUIDANCE, "batch": args.batch, "dtype": definition.dtype},
             **{"reference_scenes": reference and len(reference.files)},
             **{"unmerged_set": "same seeds", "seconds_per_image": found.seconds},
-            **{"peak_mib": found.peak_mib, **{k: v for score in scores for k, v in score.items()}},
+            **{"peak_mib": found.peak_mib, **scores},
         }
 
 

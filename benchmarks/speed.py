@@ -12,12 +12,11 @@ itself in FOLDER, whose operators have to have other names. Rows are added to th
 section is in, as they are measured. Before anything is measured on a GPU, gpu_checks.py runs.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import RESULTS
+from common import RESULTS, Arguments
 from gpu_checks import check_gpu
 
 from tomesd import Settings
@@ -34,6 +33,10 @@ MEASURED = {
 SECTIONS = {row["section"]: stem for stem, rows in MEASURED.items() for row in rows}
 
 
+def device_of(section: str) -> str:
+    return "cpu" if section == "cpu" else "cuda"
+
+
 def cases(section: str, original: str | None) -> list[Case]:
     """What the rows of a section have been measured with.
 
@@ -44,17 +47,28 @@ def cases(section: str, original: str | None) -> list[Case]:
     for row in MEASURED[SECTIONS[section]]:
         if row["section"] == section:
             groups.setdefault((row["setting"], row["mode"]), []).append(row)
-    found = [case_of(Comparison(rows), original) for rows in groups.values()]
-    return [with_presets(case) for case in found] if section == "pipelines" else found
+    return [case_of(Comparison(rows), original) for rows in groups.values()]
 
 
 def case_of(measured: Comparison, original: str | None) -> Case:
-    rows = [row for row in measured if original or row["variant"] != "original"]
     known = {name: measured.first[name] for name in SETTING}
     known["steps"] = known["steps"] or Case.steps  # a single step has none
-    device = "cpu" if known["section"] == "cpu" else "cuda"
-    contenders = tuple(contender_of(row, original) for row in rows)
-    return Case(**known, device=device, contenders=contenders)
+    presets = PRESETS["unet"] if known["section"] == "pipelines" else {}
+    labels = {f"preset {name}": Settings(**options) for name, options in presets.items()}
+    contenders = [
+        *(contender_of(row, original) for row in measured if row["label"] not in labels),
+        *(Contender("tomesd", settings, label) for label, settings in labels.items()),
+    ]
+    chosen = tuple(one for one in contenders if original or one.kind != "original")
+    return Case(**known, device=device_of(known["section"]), contenders=chosen)
+
+
+def contender_of(row: Row, original: str | None) -> Contender:
+    options, settings = row["settings"], None
+    if options is not None:
+        settings = Settings(**{name: numbered(value) for name, value in options.items()})
+    folder = original if row["variant"] == "original" else None
+    return Contender(row["variant"], settings, row["label"], folder)
 
 
 def with_before(case: Case, folder: str) -> Case:
@@ -68,49 +82,27 @@ def with_before(case: Case, folder: str) -> Case:
     return replace(case, section=section, contenders=(base, *merged, *before))
 
 
-def with_presets(case: Case) -> Case:
-    """The same setting with the presets of UNets, as they are now."""
-    presets = {
-        f"preset {name}": Contender("tomesd", Settings(**options), f"preset {name}")
-        for name, options in PRESETS["unet"].items()
-    }
-    others = [one for one in case.contenders if one.label not in presets]
-    return replace(case, contenders=(*others, *presets.values()))
-
-
-def contender_of(row: Row, original: str | None) -> Contender:
-    options, settings = row["settings"], None
-    if options is not None:
-        settings = Settings(**{name: numbered(value) for name, value in options.items()})
-    folder = original if row["variant"] == "original" else None
-    return Contender(row["variant"], settings, row["label"], folder)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    parser = Arguments(__doc__)
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     parser.add_argument("--original", help="folder with tomesd 0.1.3")
     parser.add_argument("--before", help="folder with an earlier version, to compare with alone")
     parser.add_argument("--only", default="", help="of the settings, those with this in their name")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of timing per setting")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
-    parser.add_argument("--resume", action="store_true", help="go on with the last run there")
-    parser.add_argument("--no-check", action="store_true", help="do not check the kernels first")
-    args = parser.parse_args()
-    if args.sections != ["cpu"] and not args.no_check:
+    args = parser.read(arguments)
+    if args.sections != ["cpu"]:
         check_gpu(torch.device("cuda"))
-    effort, subjects = Effort(seconds=args.seconds, min_repeats=4), Subjects(keep=4)
-    files: dict[str, RowFile] = {}
+    effort, subjects = Effort(seconds=2.0, min_repeats=4), Subjects(keep=4)
+    files: dict[Path, RowFile] = {}
     rows: list[Row] = []
     for section in args.sections:
-        stem, device = SECTIONS[section], torch.device("cpu" if section == "cpu" else "cuda")
-        path = args.out / f"{stem}.jsonl"
-        file = files.setdefault(stem, RowFile(path, device, resume=args.resume))
+        path = RESULTS / f"{SECTIONS[section]}.jsonl"
+        if path not in files:
+            files[path] = RowFile(path, torch.device(device_of(section)))
         for case in cases(section, args.original):
             if args.only in case.setting:
                 case = with_before(case, args.before) if args.before else case
                 print(f"{section}: {case.setting}, {case.mode}", flush=True)
-                rows += run_cases([case], file, effort, subjects=subjects)
+                rows += run_cases([case], files[path], effort, subjects=subjects)
     print(markdown(HEADER, result_table(rows)))
     print("\n".join(failures(rows)))
 

@@ -6,7 +6,6 @@ faster. Nothing of the library runs in a call but the reading of arguments.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,21 +21,7 @@ from tomesd.state import Decision
 
 __all__ = ["apply_bound"]
 
-
-@dataclass
-class _Region:
-    """What the first block of a run leaves for the others."""
-
-    decision: Decision
-    plan: FreePlan
-    x: Tensor | None = None
-    """The tokens that came in, `[B, N, C]`."""
-    first: int = 0
-    """Tokens of the sequence up to the last one that is kept."""
-    end: int = 0
-    """Tokens of the sequence up to the last one of the image."""
-    along: dict[str, Any] = field(default_factory=dict)
-    """Arguments that lie along the tokens, cut."""
+Inner = Callable[..., Any]
 
 
 def apply_bound(model: nn.Module, patched: nn.Module) -> None:
@@ -48,57 +33,53 @@ def apply_bound(model: nn.Module, patched: nn.Module) -> None:
     [found] = find_models(model)
     patch = patch_of(find_models(patched)[0].module)
     assert patch is not None
-    decision = patch.decisions[-1]
-    [segments] = decision.segments.values()
-    kept = decision.tokens - tokens_removed(segments)
-    region = _Region(decision, FreePlan(decision.tokens, kept, {}))
+    bound = _Bound(patch.decisions[-1], keys_only=patch.settings.target == "kv")
     for module, role in found.sites(patch.settings):
         if isinstance(role, Member):
-            module.forward = partial(_run_member, region, role, module.forward)
+            module.forward = partial(bound.run_member, role, module.forward)
         elif isinstance(role, Layer):
-            keys_only = patch.settings.target == "kv"
-            module.forward = partial(_run_layer, region, role, keys_only, module.forward)
+            module.forward = partial(bound.run_layer, role, module.forward)
 
 
-def _run_member(
-    region: _Region, role: Member, inner: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    tokens = role.tokens
-    if role.first:
-        plan: Any = region.plan
-        decision = region.decision
-        x = region.x = tokens.take(args, kwargs)
-        region.along = tokens.cut_along(plan, decision, args, kwargs)
-        start: Any = tokens.start(x.shape[1], decision, args, kwargs) if tokens.joint else 0
-        region.first, region.end = start + plan.kept, start + decision.tokens
-        if tokens.joint:
-            plan = plan.placed(start, x.shape[1])
+class _Bound:
+    """What stands in for the blocks and layers of a model, and what the first leaves for others."""
+
+    def __init__(self, decision: Decision, keys_only: bool):
+        [segments] = decision.segments.values()
+        kept = decision.tokens - tokens_removed(segments)
+        self.decision, self.keys_only = decision, keys_only
+        self.plan = FreePlan(decision.tokens, kept, {})
+        self.x: Tensor | None = None  # the tokens that came in, [B, N, C]
+        self.along: dict[str, Any] = {}  # arguments that lie along the tokens, cut
+        # Tokens of the sequence up to the last one that is kept, and to the last of the image.
+        self.first = self.end = 0
+
+    def run_member(self, role: Member, inner: Inner, *args: Any, **kwargs: Any) -> Any:
+        tokens, decision = role.tokens, self.decision
+        if role.first:
+            x = self.x = tokens.take(args, kwargs)
+            self.along = tokens.cut_along(self.plan, decision, args, kwargs)
+            start: Any = tokens.start(x.shape[1], decision, args, kwargs) if tokens.joint else 0
+            self.first, self.end = start + self.plan.kept, start + decision.tokens
+            plan = self.plan.placed(start, x.shape[1]) if tokens.joint else self.plan
+            args, kwargs = tokens.given(plan.pick(x), args, kwargs)
+        if self.along:
+            args, kwargs = tokens.replaced(self.along, args, kwargs)
+        output = inner(*args, **kwargs)
+        if not role.last:
+            return output
+        y, before = tokens.result(output), self.x
+        assert before is not None
+        parts = [y[:, : self.first], before[:, self.first : self.end], y[:, self.first :]]
+        self.x = None
+        return tokens.with_results(torch.cat(parts, dim=1), tokens.result_other(output), output)
+
+    def run_layer(self, role: Layer, inner: Inner, *args: Any, **kwargs: Any) -> Any:
+        tokens, plan = role.tokens, self.plan
+        x = tokens.take(args, kwargs)
+        along = tokens.cut_along(plan, self.decision, args, kwargs)
+        args, kwargs = tokens.replaced(along, args, kwargs)
+        if self.keys_only:
+            return inner(*args, **{**kwargs, role.context: plan.pick(x)})
         args, kwargs = tokens.given(plan.pick(x), args, kwargs)
-    if region.along:
-        args, kwargs = tokens.replaced(region.along, args, kwargs)
-    output = inner(*args, **kwargs)
-    if not role.last:
-        return output
-    y, before = tokens.result(output), region.x
-    assert before is not None
-    parts = [y[:, : region.first], before[:, region.first : region.end], y[:, region.first :]]
-    region.x = None
-    return tokens.with_results(torch.cat(parts, dim=1), tokens.result_other(output), output)
-
-
-def _run_layer(
-    region: _Region,
-    role: Layer,
-    keys_only: bool,
-    inner: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    tokens, plan = role.tokens, region.plan
-    x = tokens.take(args, kwargs)
-    along = tokens.cut_along(plan, region.decision, args, kwargs)
-    args, kwargs = tokens.replaced(along, args, kwargs)
-    if keys_only:
-        return inner(*args, **{**kwargs, role.context: plan.pick(x)})
-    args, kwargs = tokens.given(plan.pick(x), args, kwargs)
-    return torch.cat([inner(*args, **kwargs), x[:, plan.kept :]], dim=1)
+        return torch.cat([inner(*args, **kwargs), x[:, plan.kept :]], dim=1)

@@ -47,10 +47,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sprites", type=Path, required=True)
     parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--size", type=int, default=256)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    parts = compose(args.sprites, args.count, args.size)
+    parts = compose(args.sprites, args.count, 256)
     pictures = (picture for part in parts for picture in part.permute(0, 2, 3, 1).numpy())
     for place, picture in enumerate(pictures):
         Image.fromarray(picture).save(args.folder / f"{place:05d}.png")

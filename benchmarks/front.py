@@ -56,8 +56,7 @@ class Judge:
         self.device = device
         self.unmerged: Tensor | None = None
         self.unmerged_features: Tensor | None = None
-        self.scenes: Tensor | None = None
-        """Their features."""
+        self.scenes: Tensor | None = None  # their features
         if args.sprites:
             parts = compose(args.sprites, SCENES, args.pixels, device)
             self.scenes = torch.cat([self.features(part) for part in parts])
@@ -68,19 +67,22 @@ class Judge:
 
     def scores(self, images: Tensor) -> tuple[Row, dict[str, Array]]:
         """Estimates for images [N, 3, H, W] of uint8, and what they are worked out from."""
-        kept: dict[str, Array] = {}
-        if self.unmerged is None:
-            self.unmerged = images
-        else:
-            pairs = zip(images.split(16), self.unmerged[: len(images)].split(16), strict=True)
-            parts = [paired_scores(one, other, self.lpips) for one, other in pairs]
-            kept = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        kept = self._paired(images)
         found = {name: mean_estimate(values) for name, values in kept.items()}
         if len(images) >= FEWEST_FOR_KID:
             features = self.features(images)
             found |= self._distances(features)
             kept["features"] = features.half().cpu().numpy()
         return {k: v for name, one in found.items() for k, v in one.fields(name).items()}, kept
+
+    def _paired(self, images: Tensor) -> dict[str, Array]:
+        """Scores [N] of each image beside the unmerged one."""
+        if self.unmerged is None:
+            self.unmerged = images
+            return {}
+        pairs = zip(images.split(16), self.unmerged[: len(images)].split(16), strict=True)
+        parts = [paired_scores(one, other, self.lpips) for one, other in pairs]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _distances(self, features: Tensor) -> dict[str, Estimate]:
         """Of features [N, 2048]. Intervals are bootstraps over images; scenes are taken as given.

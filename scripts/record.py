@@ -21,9 +21,8 @@ PICTURE = Path(__file__).parent.parent / "docs" / "figures" / "ui.png"
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         served = Ui(port=7899).serve(Console(), Path(folder))
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-        )
+        chromium, options = shutil.which("chromium"), ["--no-sandbox", "--disable-gpu"]
+        browser = playwright.chromium.launch(executable_path=chromium, args=options)
         page = browser.new_page(viewport={"width": 1280, "height": 1000})
         page.goto("http://127.0.0.1:7899/")
         page.fill("#seed input", "3")

@@ -19,8 +19,6 @@ from tomesd.regions import Layer, Member
 from tomesd.segments import tokens_removed
 from tomesd.state import Decision
 
-__all__ = ["apply_bound"]
-
 Inner = Callable[..., Any]
 
 

@@ -18,9 +18,10 @@ RESULTS = Path(__file__).parent / "results"
 class Arguments(argparse.ArgumentParser):
     """The command line of a benchmark, with what several have in common."""
 
-    def __init__(self, doc: str | None, *, device: str = "cuda") -> None:
+    def __init__(self, doc: str | None, *, device: str = "") -> None:
         super().__init__(description=(doc or "").splitlines()[0])
-        self.add_argument("--device", default=device)
+        if device:
+            self.add_argument("--device", default=device)
         self.add_argument("--commit", help="of the sources, where there is no git")
 
     def read(self, arguments: list[str] | None) -> argparse.Namespace:

@@ -203,7 +203,7 @@ def prepare_plan(make: Callable[[], Any], device: torch.device) -> Prepared:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Arguments(__doc__)
+    parser = Arguments(__doc__, device="cuda")
     sections = (*SETTINGS, "matching")
     parser.add_argument("sections", nargs="*", default=["transformers"], metavar="SECTION")
     parser.add_argument("--only", default="", help="of the settings, those with this in their name")

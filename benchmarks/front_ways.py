@@ -5,8 +5,6 @@ from typing import Any
 
 from tomesd.presets import PRESETS
 
-__all__ = ["WAYS", "Way"]
-
 Options = dict[str, Any]
 
 

@@ -4,8 +4,6 @@ python benchmarks/operations.py [--rows SDXL]
 """
 
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,42 +26,44 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def without_weights(name: str, kind: str, config: dict[str, Any], **more: Any) -> Any:
-    """A wrapper with a model whose weights are never written to, and so take no memory."""
+def without_weights(kind: str, config: dict[str, Any]) -> Any:
+    """A model whose weights are never written to, and so take no memory."""
     with torch.device("meta"):
         model = getattr(diffusers, kind)(**config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
-    return SimpleNamespace(**{name: model, **more})
+    return model.to(torch.bfloat16).to_empty(device="cpu").eval()
 
 
-def models() -> Iterator[tuple[str, Callable[[], Any], dict[str, int]]]:
-    """Each setting, what makes its model, in a wrapper, and arguments of `describe`."""
+def models(wanted: str) -> Any:
+    """What a row says of each setting, its model in a wrapper, and arguments of `describe`."""
     for name, side in (("UNet", 256), ("transformer", 512)):
-        load = partial(load_pipeline, name.lower(), device="cpu")
-        yield f"embedded {name} {side}x{side}", load, {"height": side, "width": side}
+        title = f"embedded {name} {side}x{side}"
+        if re.search(wanted, title):
+            pipe = load_pipeline(name.lower(), device="cpu")
+            yield title, pipe, {"height": side, "width": side}
     for name, (architecture, sizes) in UNETS.items():
-        load = partial(without_weights, "unet", "UNet2DConditionModel", ARCHITECTURES[architecture])
         for side in sizes:
-            yield f"{name} {side}x{side}", load, {"height": side, "width": side}
+            title = f"{name} {side}x{side}"
+            if re.search(wanted, title):
+                unet = without_weights("UNet2DConditionModel", ARCHITECTURES[architecture])
+                yield title, SimpleNamespace(unet=unet), {"height": side, "width": side}
     for one in SETTINGS["transformers"]:
-        if one.images == 1:
-            scales = dict(
-                zip(("vae_scale_factor", "vae_scale_factor_temporal"), one.scale, strict=True)
+        if one.images == 1 and re.search(wanted, one.name):
+            pixels, frames = one.scale
+            model = SimpleNamespace(
+                transformer=without_weights(one.kind, one.config),
+                vae_scale_factor=pixels,
+                vae_scale_factor_temporal=frames,
             )
-            load = partial(without_weights, "transformer", one.kind, one.config, **scales)
             size = {"height": one.height, "width": one.width, "num_frames": one.frames}
-            yield one.name, load, {**size, "batch": one.batch}
+            yield one.name, model, {**size, "batch": one.batch}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Arguments(__doc__, device="cpu")
+    parser = Arguments(__doc__)
     parser.add_argument("--rows", default="", help="regular expression of settings")
     args = parser.read(arguments)
     file = RowFile(RESULTS / "operations.jsonl", torch.device("cpu"))
-    for title, make, size in models():
-        if not re.search(args.rows, title):
-            continue
-        model = make()
+    for title, model, size in models(args.rows):
         for label, options in WAYS.items():
             with tomesd.patched(model, when="always", **options):
                 (part,) = tomesd.describe(model, **size, steps=STEPS).parts

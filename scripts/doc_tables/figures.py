@@ -1,6 +1,6 @@
 """The figures of docs/performance.md and docs/quality.md."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,35 +13,35 @@ from .rows import ORIGINAL, SPEEDS, TITLES, Results, Row, has, pareto
 MEASURES = (("seconds", 1000, "ms"), ("peak_mib", 1, "MiB"))
 
 
-def matching(results: Results) -> Any:
-    """Time and memory of matching against the number of tokens."""
-    found = results.settings("matching", "graph")
+def against_tokens(lines: dict[str, list[Row]], colours: Sequence[str]) -> Any:
+    """Time and memory of the rows of each line."""
     picture, axes = figure(3.4, 1, 2)
-    colours = (COLOURS["tomesd"], "#2a6f97", "#66b2bd", COLOURS["original"])
     for one, (name, scale, unit) in zip(axes, MEASURES, strict=True):
-        for (label, title), colour in zip(MATCHING.items(), colours, strict=True):
-            rows = [row for c in found if (row := c.find(label)) and row["seconds"]]
-            points = [(row["tokens"], row[name] * scale) for row in rows if row[name]]
+        for (title, rows), colour in zip(lines.items(), colours, strict=False):
+            points = sorted((row["tokens"], row[name] * scale) for row in rows if row.get(name))
             one.loglog(*zip(*points, strict=True), "o-", ms=4, color=colour, label=title)
         one.set(xlabel="tokens", ylabel=unit)
+    return picture
+
+
+def matching(results: Results) -> Any:
+    """One matching of a UNet, by backend."""
+    found = results.settings("matching", "graph")
+    lines = {title: [one.find(label) or {} for one in found] for label, title in MATCHING.items()}
+    colours = (COLOURS["tomesd"], "#2a6f97", "#66b2bd", COLOURS["original"])
+    picture = against_tokens(lines, colours)
+    for one in picture.axes:
         one.legend(frameon=False, fontsize=8)
     return picture
 
 
 def plans(results: Results) -> Any:
-    """Time and memory of a plan of a transformer against the number of tokens."""
-    found = results.settings("transformers-matching")
+    """A plan of a transformer, by the shape of the tokens."""
     lines: dict[str, list[Row]] = {}
-    for row in (row for one in found for row in one):
+    for row in (row for one in results.settings("transformers-matching") for row in one):
         kind = "image" if row["frames"] == 1 else f"video, {row['frames']} frames"
         lines.setdefault(f"{kind}, {row['channels']:,} channels", []).append(row)
-    picture, axes = figure(3.4, 1, 2)
-    for one, (name, scale, unit) in zip(axes, MEASURES, strict=True):
-        for title, rows in lines.items():
-            points = sorted((row["tokens"], row[name] * scale) for row in rows)
-            one.loglog(*zip(*points, strict=True), "o-", ms=4, label=title)
-        one.set(xlabel="tokens", ylabel=unit)
-    return with_legend(picture)
+    return with_legend(against_tokens(lines, [f"C{number}" for number in range(len(lines))]))
 
 
 def draw(axes: Any, rows: list[Row], x: str, y: str, mark: str) -> None:

@@ -76,12 +76,8 @@ class Results:
         """The last measurement of each setting in a section of the benchmarks, in each mode."""
         rows = [row for name in ("dit", "gpu", "compiled", "cpu") for row in self.file(name)]
         rows = [row for row in rows if row["section"] == section and mode in ("", row["mode"])]
-        last: dict[tuple[str, str], Comparison] = {}
-        for one in comparisons(rows):
-            key = one.first["setting"], one.first["mode"]
-            if one.first["date"] >= last.get(key, one).first["date"]:
-                last[key] = one
-        return list(last.values())
+        found = sorted(comparisons(rows), key=lambda one: one.first["date"])
+        return list({(one.first["setting"], one.first["mode"]): one for one in found}.values())
 
     def quality(self, section: str) -> list[Row]:
         """What was found out about images, in the order of the table, with speeds."""

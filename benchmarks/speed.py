@@ -25,8 +25,13 @@ from tomesd.bench.rows import SETTING, Row, read_rows
 from tomesd.bench.tables import HEADER, Comparison, failures, markdown, result_table
 from tomesd.presets import PRESETS, numbered
 
+BEFORE = ", before"
 MEASURED = {
-    stem: [row for row in read_rows(RESULTS / f"{stem}.jsonl") if row["what"] != "plan"]
+    stem: [
+        row
+        for row in read_rows(RESULTS / f"{stem}.jsonl")
+        if row["what"] != "plan" and not row["section"].endswith(BEFORE)
+    ]
     for stem in ("gpu", "compiled", "cpu")
 }
 """Rows by the stem of their file."""
@@ -76,10 +81,9 @@ def with_before(case: Case, folder: str) -> Case:
     base, *others = [one for one in case.contenders if one.kind in ("unpatched", "tomesd")]
     merged = [one for one in others if one.settings and one.settings.share != "steps"]
     before = [
-        replace(one, kind="original", label=f"{one}, before", folder=folder) for one in merged
+        replace(one, kind="original", label=f"{one}{BEFORE}", folder=folder) for one in merged
     ]
-    section = f"{case.section}, before"
-    return replace(case, section=section, contenders=(base, *merged, *before))
+    return replace(case, section=case.section + BEFORE, contenders=(base, *merged, *before))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,14 +92,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--original", help="folder with tomesd 0.1.3")
     parser.add_argument("--before", help="folder with an earlier version, to compare with alone")
     parser.add_argument("--only", default="", help="of the settings, those with this in their name")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing per setting")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
+    parser.add_argument("--no-check", action="store_true", help="the kernels have been checked")
     args = parser.read(arguments)
-    if args.sections != ["cpu"]:
+    if args.sections != ["cpu"] and not args.no_check:
         check_gpu(torch.device("cuda"))
-    effort, subjects = Effort(seconds=2.0, min_repeats=4), Subjects(keep=4)
+    effort, subjects = Effort(seconds=args.seconds, min_repeats=4), Subjects(keep=4)
     files: dict[Path, RowFile] = {}
     rows: list[Row] = []
     for section in args.sections:
-        path = RESULTS / f"{SECTIONS[section]}.jsonl"
+        path = args.out / f"{SECTIONS[section]}.jsonl"
         if path not in files:
             files[path] = RowFile(path, torch.device(device_of(section)))
         for case in cases(section, args.original):

@@ -16,17 +16,23 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TOMESD_CACHE"] = tempfile.mkdtemp(prefix="tomesd-tests-")
 
 
-@pytest.fixture(autouse=True)
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def slow_machine() -> Iterator[None]:
     """A machine on which all that saves operations pays: the models of the tests are tiny, and what
-    a test sees must not depend on where it runs."""
+    a test sees must not depend on where it runs. Fixtures of whole modules run on it too."""
     from tomesd import machine
 
     slow = machine.Machine(1e6, 1e6, 1e12, 1e-9, apart=False)
-    monkeypatch.setattr(machine, "_known", {})
-    monkeypatch.setattr(machine, "_read", lambda _: {})  # what a command in another test measured
-    monkeypatch.setattr(machine, "_measure", lambda *_: slow)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "_read", lambda _: {})  # what a command in another test measured
+        patch.setattr(machine, "_measure", lambda *_: slow)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(slow_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test knows what another one measured."""
+    monkeypatch.setattr("tomesd.machine._known", {})
 
 
 @pytest.fixture(autouse=True)

@@ -272,7 +272,7 @@ def test_maps_of_each_step_end_where_merging_ends(transformer: Any) -> None:
         ),
         (
             {"coarse": 0.2, "reuse": 2, "end": 0.8, "when": "always"},
-            {0: "64 of 256 tokens, coarse", 3: "128 of 256 tokens", 5: "reused"},
+            {0: "64 of 256 tokens, coarse", 3: "128 of 256 tokens", 4: "reused"},
         ),
     ],
     ids=["preset", "merging too"],

@@ -540,7 +540,7 @@ def test_merged_tokens_are_gone_when_their_run_is_over(name: str) -> None:
 
     def note(*_: Any) -> None:
         gc.collect()
-        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor)]
+        tensors = [one for one in gc.get_objects() if type(one) in (Tensor, torch.nn.Parameter)]
         floating = [one for one in tensors if one.is_floating_point()]
         kept.append(sum({s.data_ptr(): s.nbytes() for s in map(storage, floating)}.values()))
 

@@ -235,7 +235,7 @@ def _measure(device: torch.device, dtype: torch.dtype) -> Machine:
         operations=2 * rows * width**2 / matrix,
         attention=4 * heads * 64 * tokens**2 / attention,
         bytes=2 * source.nbytes / copy,
-        launch=_MODEL_CODE * layer,
+        launch=layer if cpu else _MODEL_CODE * layer,
         kernel=0.0 if cpu else _KERNEL,
         apart=not cpu,
     )

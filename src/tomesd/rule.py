@@ -73,10 +73,6 @@ class Verdict:
         return f"expected to take {everywhere} ms a call merged, and {before} ms unmerged"
 
 
-_LEAST_GAIN = 1.01
-"""Less is not worth another image, and may be an error of the estimate."""
-
-
 def compare(
     machine: Machine,
     model: Work,
@@ -94,7 +90,7 @@ def compare(
     decided = []
     for number, (old, new) in enumerate(changes):
         more = after + (new - old)
-        faster = bool(_LEAST_GAIN * more.seconds(machine) < after.seconds(machine))
+        faster = bool(more.seconds(machine) < after.seconds(machine))
         decided.append(faster if pays is None else pays[number])
         after = more if decided[-1] else after
         everywhere += new - old

@@ -140,7 +140,7 @@ UNET = [
     cheaper(1, reuse=2, reuse_start=0.0),
     cheaper(1, reuse=2, reuse_start=0.5),
     merged("stack .5 to .5", 1, **STACK, end=0.5),
-    *(cheaper(1, reuse=2, reuse_start=start, reuse_end=8) for start in (0.2, 0.3)),
+    *(cheaper(1, reuse=2, reuse_start=start, reuse_end=8) for start in (0.2, 0.3, 0.4, 0.5)),
     cheaper(1, reuse=2, reuse_start=0.1, reuse_end=6),
     cheaper(1, reuse=2, reuse_start=0.0, reuse_end=4),
     # Where tokens look for their like when three quarters of them go.

@@ -151,6 +151,13 @@ def windows_at_the_cap(results: Results) -> Table:
     return named("r = 0.75", rows, scores("LPIPS", "PSNR"))
 
 
+def late_steps_of_the_unet(results: Results) -> Table:
+    """Steps left out evenly, and ever more of them."""
+    rows = [row for row in results.file("front_cpu") if "unet" in row["model"]]
+    found = {row["label"]: row for row in rows if row["setting"] == "reuse"}
+    return named("", dict(sorted(found.items())), scores("LPIPS", "PSNR"))
+
+
 def front_rows(results: Results) -> list[Row]:
     """The unmerged model, then the original's settings, then ours, the closest first."""
     rows = [row for row in results.quality("front") if not row["settings"] or has(row, "speedup")]
@@ -274,6 +281,7 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "the paper's ratios": paper,
     "windows": windows,
     "windows at the cap": windows_at_the_cap,
+    "late steps of the UNet": late_steps_of_the_unet,
     "quality against speed": front,
     "search": search,
     "trade-offs": tradeoffs("transformer", 512),

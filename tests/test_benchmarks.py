@@ -1,6 +1,7 @@
 """The benchmarks measure what the tables in the documents show."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from doc_tables.quality import PRESET_ROWS
 from front_ways import WAYS
 
+import tomesd
+from tomesd.bench import Effort, RowFile, run_cases
 from tomesd.bench.rows import read_rows
 from tomesd.evaluation import Variant
 from tomesd.evaluation.variants import patched_with
@@ -47,6 +50,26 @@ def test_a_section_is_timed_again_with_the_settings_of_its_rows(section: str) ->
             options.items() <= row["settings"].items() for options in known
         )
     assert all(case.contenders[0].kind != "original" for case in speed.cases(section, None))
+
+
+def test_an_earlier_version_is_timed_beside_this_one(tmp_path: Path) -> None:
+    """This version stands for it, with operators of another name."""
+    folder = tmp_path / "before" / "tomesd"
+    shutil.copytree(Path(tomesd.__file__).parent, folder)
+    for path in folder.rglob("*.py"):
+        words = path.read_text(encoding="utf-8")
+        for name in ("tomesd::", "ops.tomesd", '"_tomesd'):
+            words = words.replace(name, name.replace("tomesd", "tomesd_before"))
+        path.write_text(words, encoding="utf-8")
+    [case, *_] = speed.cases("eager", None)
+    case = speed.with_before(case, str(folder.parent))
+    case = replace(case, model="unet", device="cpu", dtype="float32", width=64, height=64, images=1)
+    file = RowFile(tmp_path / "rows.jsonl", torch.device("cpu"))
+    rows = run_cases([case], file, Effort(seconds=0, min_repeats=1, sample_seconds=0))
+    labels = ["unpatched", "plan every step", "plan every block"]
+    assert [row["label"] for row in rows] == [*labels, *(f"{one}, before" for one in labels[1:])]
+    assert all(row["error"] is None and row["section"] == "eager, before" for row in rows)
+    assert "eager, before" not in speed.SECTIONS
 
 
 @pytest.mark.parametrize("name", quality.SECTIONS)

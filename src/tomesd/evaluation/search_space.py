@@ -85,7 +85,7 @@ def _left_out(*starts: float) -> tuple[Choice, ...]:
         Choice("coarse", (None, 0.15, 0.25, 0.35, 0.5)),
         Choice("reuse", (None, 2, 3, 4)),
         Choice("reuse_start", starts, ordered=True, only_if=reuses),
-        Choice("reuse_end", (None, 6, 8), only_if=reuses),
+        Choice("reuse_end", (None, 4, 8, 12), only_if=reuses),
     )
 
 
@@ -103,7 +103,7 @@ def _unet_space(levels: Sequence[int]) -> tuple[Choice, ...]:
         *_SCHEDULE,
         Choice("start", (0.0, 0.1, 0.2, 0.3, 0.4), ordered=True),
         Choice("end", (1.0, 0.9, 0.8, 0.7, 0.6), ordered=True),
-        *_left_out(0.0, 0.25, 0.5),
+        *_left_out(0.0, 0.25, 0.3, 0.5),
     )
 
 
@@ -115,7 +115,7 @@ _TRANSFORMER_SPACE = (
     *_SCHEDULE,
     Choice("start", (0.0, 0.1, 0.2), ordered=True),
     Choice("end", (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0), ordered=True),
-    *_left_out(0.15, 0.25, 0.35, 0.5),
+    *_left_out(0.15, 0.2, 0.25, 0.35, 0.5),
 )
 
 

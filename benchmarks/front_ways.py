@@ -31,11 +31,11 @@ class Way:
         return "tomesd" if self.options else "unpatched" if self.steps < 1 else "unmerged"
 
 
-FEW, SLOW = 0.5, 0.25
-"""Shares of the images: to explore with, and where the model runs merged images one by one."""
+FEW = 0.5
+"""Share of the images of rows to explore with."""
 
 
-def merged(label: str, share: float = SLOW, **options: Any) -> Way:
+def merged(label: str, share: float = FEW, **options: Any) -> Way:
     return Way("merging", label, options, share=share)
 
 
@@ -95,11 +95,11 @@ TRANSFORMER = [
     cached("first block", "first block cache 0.2", 0.4, threshold=0.2),
     cached("taylor", "TaylorSeer 5", 0.25, cache_interval=5, **TAYLOR),
     # What the library did first.
-    merged("merged to .5", 0.128, ratio=0.5, end=0.5),
-    merged("merged at all steps", 0.128, ratio=0.5, start=0.0, end=1.0),
+    merged("merged to .5", ratio=0.5, end=0.5),
+    merged("merged at all steps", ratio=0.5, start=0.0, end=1.0),
     # Each part alone, as fast as all together.
     cheaper(0.256, reuse=6, reuse_start=0.2, **ALL),
-    merged("three quarters merged to .5", 0.128, ratio=0.75, end=0.5),
+    merged("three quarters merged to .5", ratio=0.75, end=0.5),
     # Each family from slow to fast.
     cheaper(reuse=2, reuse_start=0.5),
     cheaper(reuse=2, reuse_start=0.25),

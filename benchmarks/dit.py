@@ -119,8 +119,10 @@ def count_waits(call: Callable[[], Any], device: torch.device) -> int | None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        call()
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(one.message) for one in told)
 
 

@@ -359,7 +359,7 @@ def test_known_grids_are_few() -> None:
 
 
 def test_settings_name_all_selectors() -> None:
-    assert get_args(tomesd.settings.Selector) == tuple(SELECTORS)
+    assert get_args(tomesd.allowed.Selector) == tuple(SELECTORS)
     assert all(selector.name == name for name, selector in SELECTORS.items())
 
 

@@ -8,8 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from .allowed import AnyTensor
 from .files import write_text
-from .settings import AnyTensor, Settings
+from .settings import Settings
 
 __all__ = [
     "BEST",

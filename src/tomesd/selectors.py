@@ -1,7 +1,7 @@
 """Selectors decide which tokens belong together: a metric on a grid becomes a `MergePlan`.
 
 Each is a value that can be called, and that knows what the rest of the library has to know about
-it. A new one is a class here, and a name in `settings.Selector`.
+it. A new one is a class here, and a name in `allowed.Selector`.
 """
 
 import functools

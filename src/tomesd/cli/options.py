@@ -11,8 +11,9 @@ from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from .. import presets
+from ..allowed import Protect, Schedule
 from ..choices import DEMO_MODEL, Dtype, Offload
-from ..settings import Protect, Schedule, Settings
+from ..settings import Settings
 
 if TYPE_CHECKING:
     from ..evaluation import Item

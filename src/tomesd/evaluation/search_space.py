@@ -6,10 +6,10 @@ from typing import Any
 
 import tomesd
 
+from ..allowed import DOWNSAMPLES
 from ..generation import Sampling
 from ..hosts import find_models
 from ..presets import MERGING_PRESETS, PRESETS
-from ..settings import DOWNSAMPLES
 
 Options = dict[str, Any]
 

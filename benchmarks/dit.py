@@ -91,7 +91,7 @@ class Runner:
             own.compile_repeated_blocks(fullgraph=True, dynamic=False)
         step: Any = Step(own, self.inputs, found=find_models(own)[0])
         if self.setting.steps:
-            step = partial(make_image, step, self.setting.steps)
+            step = whole_image(step, self.setting.steps)
         captured = self.mode in (GRAPH, BLOCKS_GRAPH)
         ready = make_ready(step, own, self.mode, probe, device, captured=captured, warm=not once)
         ready.launches = not once
@@ -103,13 +103,11 @@ class Runner:
         return ready
 
 
-def make_image(step: Step, steps: int) -> Any:
+def whole_image(step: Step, steps: int) -> Callable[[], Any]:
     """All calls of an image, at noise levels shifted by 3 as flow models have them."""
     left = torch.linspace(1, 1 / steps, steps)
-    noise = step.timesteps.max()
-    step.timesteps = (3 * left / (1 + 2 * left)).to(noise) * noise
-    step.done = 0
-    return [step() for _ in range(steps)][-1]
+    step.timesteps = (3 * left / (1 + 2 * left)).to(step.timesteps) * step.timesteps.max()
+    return lambda: [step() for _ in range(steps)][-1]
 
 
 def count_waits(call: Callable[[], Any], device: torch.device) -> int | None:

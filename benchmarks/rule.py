@@ -35,12 +35,9 @@ from tomesd.rule import Verdict
 from tomesd.settings import Settings
 from tomesd.state import Call
 
-# Operations, of linear layers and of attention; bytes; what the host takes for a kernel, and what a
-# kernel takes at least. As `tomesd calibrate` measured them on 2026-11-19.
-H200 = {
-    "float16": Machine(742e12, 465e12, 4.06e12, 32.7e-6, 2.5e-6),
-    "bfloat16": Machine(774e12, 467e12, 4.05e12, 35.3e-6, 2.5e-6),
-}
+# By dtype, what `tomesd calibrate` measured. The host's time for a kernel is 2.6 times what it was
+# for a plain layer (`layer_seconds`), as it is counted since.
+H200 = {row["dtype"]: Machine(**row["rates"]) for row in read_rows(RESULTS / "machine.jsonl")}
 # Published rates: dense half precision with sums in single precision, and memory. What layers and
 # attention reach of the first is taken to be what they reach on the H200, whose rate is 989e12.
 PUBLISHED = {

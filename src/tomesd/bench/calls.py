@@ -95,12 +95,12 @@ class Step:
                 ends = (timeline.noise, timeline.image)
                 self.timesteps = torch.linspace(*ends, steps, device=example.device)
         self._timestep = torch.zeros(shape, dtype=self.timesteps.dtype, device=example.device)
-        self.done = 0
+        self._done = 0
 
     def advance(self) -> None:
         """On to the next timestep."""
-        self._timestep.copy_(self.timesteps[self.done % len(self.timesteps)])
-        self.done += 1
+        self._timestep.copy_(self.timesteps[self._done % len(self.timesteps)])
+        self._done += 1
 
     def run(self) -> Any:
         return self._model(self._latent, **{self._name: self._timestep}, **self._rest)

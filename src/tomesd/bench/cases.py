@@ -130,13 +130,13 @@ def measure_case(
     on_first: OnFirst = lambda case, seconds: None,
 ) -> list[Row]:
     """One row per contender."""
+    # A call that makes whole images has all steps in it.
+    periods = {n: 1 if case.what == "pipeline" else c.period for n, c in enumerate(case.contenders)}
     results = measure_together(
         {n: partial(prepare, subject, case, one) for n, one in enumerate(case.contenders)},
         subject.device,
         effort,
-        periods=None
-        if case.what == "pipeline"  # each call makes whole images
-        else {number: one.period for number, one in enumerate(case.contenders)},
+        periods=periods,
         on_progress=partial(on_progress, case),
         on_first=partial(on_first, case),
     )

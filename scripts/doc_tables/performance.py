@@ -309,9 +309,9 @@ def operations(results: Results) -> Table:
 BOUND = columns(["unpatched", "original", "free", KEPT, EVERY_STEP, EVERY_BLOCK, STACKS], time)
 IN_MEMORY = columns(["unpatched", "original", KEPT, EVERY_BLOCK], memory)
 BY_LIBRARY = ["unpatched", "original", "tomesd"]
-WITH_PRESETS = {"unpatched": "unpatched", "tomesd": "`ratio=0.5`"} | {
-    f"preset {name}": f"`{name}`" for name in ("quality", "balanced", "fast")
-}
+UNMERGED = {"unpatched": "unpatched"}
+WITH_PRESETS = {f"preset {name}": f"`{name}`" for name in ("quality", "balanced", "fast")}
+BESIDE = UNMERGED | {"tomesd": "`ratio=0.5`"} | WITH_PRESETS
 
 TABLES: dict[str, Callable[[Results], Table]] = {
     "demo": demo,
@@ -326,7 +326,10 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "the paper's set-up": paper_speed,
     "batches": section("batches", SIZE, columns(BY_LIBRARY, gain)),
     "sdxl": section("sdxl", SIZE, columns(BY_LIBRARY, gain)),
-    "whole images": section("pipelines", SETTING, columns(WITH_PRESETS, steady_gain)),
+    "whole images": section("pipelines", SETTING, columns(BESIDE, steady_gain)),
+    "whole images of transformers": section(
+        "transformers-images", SETTING, columns(UNMERGED | WITH_PRESETS, gain)
+    ),
     "ways to merge": section("presets", SETTING, columns(["unpatched", "default", *WAYS], gain)),
     "memory": section("eager", SETTING, IN_MEMORY),
     "matching": lambda results: Table.of(

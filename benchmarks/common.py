@@ -1,18 +1,14 @@
-"""What the benchmarks share: where rows go, their command line, and calls as CUDA graphs."""
+"""What the benchmarks share: where things are, and their command line."""
 
 import argparse
 import os
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import torch
-
-from tomesd.bench.modes import Graph
-
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "demo_model" / "training"))  # parts of it serve front.py
 
 
 class Arguments(argparse.ArgumentParser):
@@ -31,10 +27,3 @@ class Arguments(argparse.ArgumentParser):
         if args.commit:
             os.environ["TOMESD_COMMIT"] = args.commit
         return args
-
-
-def replayed(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """A CUDA graph of a call, where there is a GPU; what it reads may be overwritten in place."""
-    if device.type != "cuda":
-        return call
-    return Graph(SimpleNamespace(run=call, advance=lambda: None), device)

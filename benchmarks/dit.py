@@ -19,7 +19,7 @@ from typing import Any
 import diffusers
 import torch
 from bound import apply_bound
-from common import RESULTS, Arguments, replayed
+from common import RESULTS, Arguments
 from dit_settings import BLOCKS, BLOCKS_GRAPH, RATIOS, SETTINGS, Setting
 
 import tomesd
@@ -29,7 +29,7 @@ from tomesd.bench.calls import Step
 from tomesd.bench.contenders import FREE, OURS, UNPATCHED
 from tomesd.bench.measure import attempt, free_memory, time_calls, time_launches
 from tomesd.bench.models import random_model, shared_copy
-from tomesd.bench.modes import EAGER, GRAPH, raise_compile_limits
+from tomesd.bench.modes import EAGER, GRAPH, raise_compile_limits, replayed
 from tomesd.bench.rows import Row
 from tomesd.bench.tables import milliseconds
 from tomesd.bench.together import Prepared, make_ready, measure_together

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 from unittest import mock
 
-import compose_scenes  # noqa: F401  (it puts demo_model/training on the path)
+import common  # noqa: F401  (it puts demo_model/training on the path)
 import tomesd_demo_model
 import torch
 from diffusers import FirstBlockCacheConfig, FluxPipeline, MagCacheConfig, TaylorSeerCacheConfig

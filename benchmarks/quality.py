@@ -6,8 +6,8 @@ The rows in results/quality.jsonl are the list of what is compared: a section is
 settings that its rows have; presets as they are now. Images are made and judged with
 `tomesd.evaluation`, and kept in FOLDER of `--images`, so that a run goes on where it was stopped;
 settings that are in several sections are run once. FOLDER of `--reference` is from
-compose_scenes.py. Rows are added to the same file; image i has held-out caption i and seed i in
-every row. `tomesd eval` compares other settings, and tells how fast they are.
+demo_model/training/compose_scenes.py. Rows are added to the same file; image i has held-out caption
+i and seed i in every row. `tomesd eval` compares other settings, and tells how fast they are.
 """
 
 import argparse

@@ -9,15 +9,16 @@ The rows in results/ are the list of what is measured: a section is measured aga
 that its rows have, and presets as they are now. FOLDER holds tomesd 0.1.3 (`pip install --no-deps
 --target FOLDER tomesd==0.1.3`). With --before, this library is compared with an earlier version of
 itself in FOLDER, whose operators have to have other names. Rows are added to the file that the
-section is in, as they are measured. Before anything is measured on a GPU, gpu_checks.py runs.
+section is in, as they are measured. Before anything is measured on a GPU, tests/gpu_checks.py runs.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from common import RESULTS, Arguments
-from gpu_checks import check_gpu
+from common import RESULTS, ROOT, Arguments
 
 from tomesd import Settings
 from tomesd.bench import Case, Contender, Effort, RowFile, Subjects, run_cases
@@ -96,8 +97,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--no-check", action="store_true", help="the kernels have been checked")
     args = parser.read(arguments)
-    if args.sections != ["cpu"] and not args.no_check:
-        check_gpu(torch.device("cuda"))
+    check = [sys.executable, ROOT / "tests" / "gpu_checks.py"]
+    if args.sections != ["cpu"] and not args.no_check and subprocess.run(check).returncode:
+        raise SystemExit("the kernels do not what they should: nothing is measured")
     effort, subjects = Effort(seconds=args.seconds, min_repeats=4), Subjects(keep=4)
     files: dict[Path, RowFile] = {}
     rows: list[Row] = []

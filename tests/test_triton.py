@@ -1,6 +1,6 @@
 """The Triton kernels against the reference, on a CPU, through Triton's interpreter.
 
-It multiplies and rounds bfloat16 wrongly; benchmarks/gpu_checks.py compares on a GPU.
+It multiplies and rounds bfloat16 wrongly; gpu_checks.py compares on a GPU.
 """
 
 from collections.abc import Iterator

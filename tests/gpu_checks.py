@@ -1,6 +1,6 @@
-"""Whether the Triton kernels do on this GPU what they should; speed.py runs it before it measures.
+"""Whether the Triton kernels do on this GPU what they should. Needs neither pytest nor other tests.
 
-    python benchmarks/gpu_checks.py [--device cuda]
+    python tests/gpu_checks.py [--device cuda]
 
 With `TRITON_INTERPRET=1` and `--device cpu` it runs without a GPU, on small shapes only.
 """
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import replayed
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 import tomesd
 from tomesd import kernels
 from tomesd.bench.models import random_model
+from tomesd.bench.modes import replayed
 from tomesd.kernels import Cells, draw_key, draw_offsets, reference
 from tomesd.plan import MergePlan
 from tomesd.selectors import bipartite

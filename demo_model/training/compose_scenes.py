@@ -1,27 +1,26 @@
 """Composes scenes as those that the embedded model was trained on: what FID is a distance to.
 
-    python benchmarks/compose_scenes.py FOLDER --sprites sprites.npz [--count 2000]
+    python compose_scenes.py FOLDER --sprites sprites.npz [--count 2000]
 
 Their captions are held out as those of the images are, but others: scenes of the same captions
-would be closer than independent ones. demo_model/training/README.md says where the sprites come
-from.
+would be closer than independent ones. The README says where the sprites come from.
 """
 
+from __future__ import annotations
+
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import tomesd_demo_model
 import torch
 from PIL import Image
-from tomesd_demo_model.captions import sample_scenes
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "demo_model" / "training"))
+import tomesd_demo_model
 from data import describe
 from scenes import Composer
 from tokenizer import WordTokenizer
+from tomesd_demo_model.captions import sample_scenes
 
 AT_ONCE = 20
 SEED = 11

@@ -19,8 +19,6 @@ from tomesd.regions import Layer, Member
 from tomesd.segments import tokens_removed
 from tomesd.state import Decision
 
-Inner = Callable[..., Any]
-
 
 def apply_bound(model: nn.Module, patched: nn.Module) -> None:
     """Makes `model` leave out as many tokens as `patched` did in its last call.
@@ -30,7 +28,6 @@ def apply_bound(model: nn.Module, patched: nn.Module) -> None:
     """
     [found] = find_models(model)
     patch = patch_of(find_models(patched)[0].module)
-    assert patch is not None
     bound = _Bound(patch.decisions[-1], keys_only=patch.settings.target == "kv")
     for module, role in found.sites(patch.settings):
         if isinstance(role, Member):
@@ -52,7 +49,7 @@ class _Bound:
         # Tokens of the sequence up to the last one that is kept, and to the last of the image.
         self.first = self.end = 0
 
-    def run_member(self, role: Member, inner: Inner, *args: Any, **kwargs: Any) -> Any:
+    def run_member(self, role: Member, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tokens, decision = role.tokens, self.decision
         if role.first:
             x = self.x = tokens.take(args, kwargs)
@@ -67,12 +64,11 @@ class _Bound:
         if not role.last:
             return output
         y, before = tokens.result(output), self.x
-        assert before is not None
         parts = [y[:, : self.first], before[:, self.first : self.end], y[:, self.first :]]
         self.x = None
         return tokens.with_results(torch.cat(parts, dim=1), tokens.result_other(output), output)
 
-    def run_layer(self, role: Layer, inner: Inner, *args: Any, **kwargs: Any) -> Any:
+    def run_layer(self, role: Layer, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tokens, plan = role.tokens, self.plan
         x = tokens.take(args, kwargs)
         along = tokens.cut_along(plan, self.decision, args, kwargs)

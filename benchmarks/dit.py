@@ -13,13 +13,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from bound import apply_bound
-from common import RESULTS, Arguments
+from common import Arguments
 from dit_settings import BLOCKS, BLOCKS_GRAPH, RATIOS, SETTINGS, Setting
 
 import tomesd
@@ -177,9 +176,7 @@ def plan_rows(device: torch.device) -> Iterator[Row]:
     remove = partial(removable, settings, ratio=ratio)
     effort = Effort(seconds=0.5, min_repeats=3, sample_seconds=0.02)
     for side, channels, frames in product(SIDES, CHANNELS, (1, FRAMES)):
-        grid, st = (1, side, side), 1
-        if frames > 1:
-            grid, st = (frames, side // 4, side // 4), 2
+        grid, st = ((1, side, side), 1) if frames == 1 else ((frames, side // 4, side // 4), 2)
         parts = cut_grid(grid, settings.sy, settings.sx, st, settings.search, remove)
         x = torch.randn(1, side * side, channels, device=device, dtype=dtype)
         make = partial(plan_segments, x, parts, lambda x, cells, n, _: bipartite(x, cells, n))
@@ -203,14 +200,11 @@ def prepare_plan(make: Callable[[], Any], device: torch.device) -> Prepared:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Arguments(__doc__, device="cuda")
+    parser = Arguments(__doc__, device="cuda", seconds=4.0)
     sections = (*SETTINGS, "matching")
     parser.add_argument("sections", nargs="*", default=["transformers"], metavar="SECTION")
-    parser.add_argument("--only", default="", help="of the settings, those with this in their name")
     parser.add_argument("--mode", default="", help="of the modes, this one")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of timing per setting")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds until nothing begins")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
     args = parser.read(arguments)
     if wrong := set(args.sections) - set(sections):
         parser.error(f"no section {wrong.pop()!r}: must be one of {', '.join(sections)}")

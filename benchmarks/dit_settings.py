@@ -67,6 +67,11 @@ class Setting:
         return {**inputs, "return_dict": False}
 
 
+_PIXART = {"caption_channels": 4096, "sample_size": 256, "interpolation_scale": 4}
+_SD35 = {
+    **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
+    **{"in_channels": 16, "out_channels": 16, "pos_embed_max_size": 192, "qk_norm": "rms_norm"},
+}
 # From height and width, and what else is different.
 _flux = partial(Setting, "Flux.1-dev", "FluxTransformer2DModel", config={"guidance_embeds": True})
 _wan = partial(Setting, "Wan 14B", "WanTransformer3DModel", frames=81)
@@ -75,22 +80,9 @@ _hunyuan = partial(Setting, "HunyuanVideo", "HunyuanVideoTransformer3DModel", fr
 _qwen = partial(Setting, "Qwen-Image", "QwenImageTransformer2DModel")
 _zimage = partial(Setting, "Z-Image", "ZImageTransformer2DModel")
 _pixart = partial(
-    Setting,
-    "PixArt-Sigma",
-    "PixArtTransformer2DModel",
-    config={"caption_channels": 4096, "sample_size": 256, "interpolation_scale": 4},
-    guidance=True,
+    Setting, "PixArt-Sigma", "PixArtTransformer2DModel", config=_PIXART, guidance=True
 )
-_sd35 = partial(
-    Setting,
-    "SD3.5-large",
-    "SD3Transformer2DModel",
-    config={
-        **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432},
-        **{"in_channels": 16, "out_channels": 16, "pos_embed_max_size": 192, "qk_norm": "rms_norm"},
-    },
-    guidance=True,
-)
+_sd35 = partial(Setting, "SD3.5-large", "SD3Transformer2DModel", config=_SD35, guidance=True)
 _ATTENTION = {"options": {"target": "attn"}, "note": "self-attention only"}
 _KEYS = {"options": {"target": "kv"}, "note": "keys and values only"}
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from common import RESULTS, Arguments
 from compose_scenes import compose
-from front_model import USUAL, Model
+from front_model import USUAL, Model, counted_tokens
 from front_ways import WAYS, Way
 from PIL import Image
 from torch import Tensor
@@ -112,7 +112,7 @@ def make(model: Model, way: Way, args: argparse.Namespace) -> tuple[Tensor, Row]
     count, steps = (max(1, round(n)) for n in (way.share * args.images, way.steps * args.steps))
     captions = tomesd_demo_model.held_out_captions()[:count]
     images, seconds = [], []
-    with model.counted_tokens() as counted, model.changed(way, steps) as changed:
+    with counted_tokens() as counted, model.changed(way, steps) as changed:
         counted[0] = 0  # what was made to calibrate does not count
         for first in range(0, count, args.batch):
             seeds = range(first, min(first + args.batch, count))
@@ -128,7 +128,7 @@ def make(model: Model, way: Way, args: argparse.Namespace) -> tuple[Tensor, Row]
     # The last batch may be smaller, and the first one loads and tunes kernels.
     typical = statistics.median(seconds[:-1] if len(seconds) > 3 else seconds)
     took = {"steps": steps, "seconds_per_image": typical, "batch_seconds": seconds}
-    took["block_tokens"] = None if model.is_unet else counted[0] / count
+    took["block_tokens"] = counted[0] / count or None  # a UNet has no such blocks
     return torch.cat(images), took
 
 

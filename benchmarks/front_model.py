@@ -14,6 +14,7 @@ import common  # noqa: F401  (it puts demo_model/training on the path)
 import tomesd_demo_model
 import torch
 from diffusers import FirstBlockCacheConfig, FluxPipeline, MagCacheConfig, TaylorSeerCacheConfig
+from diffusers.models.transformers import transformer_flux as flux
 from flow import pack, shifted, unpack
 from front_ways import Way
 from sampling import first_noise
@@ -130,24 +131,22 @@ class Model:
         lists = [line for line in printed.getvalue().splitlines() if line.startswith(("[0", "[1"))]
         return ast.literal_eval(lists[-1])
 
-    @contextmanager
-    def counted_tokens(self) -> Iterator[list[int]]:
-        """Counts the image tokens that a transformer's blocks work on, in a list of one number."""
-        count, model = [0], denoiser(self.pipe)
 
-        def counting(forward: Any) -> Any:
-            @functools.wraps(forward)
-            def run(block: Any, *args: Any, **kwargs: Any) -> Any:
-                tokens = args[0] if args else kwargs["hidden_states"]  # [B, N, C]
-                count[0] += tokens.shape[0] * tokens.shape[1]
-                return forward(block, *args, **kwargs)
+@contextmanager
+def counted_tokens() -> Iterator[list[int]]:
+    """Counts the image tokens that a transformer's blocks work on, in a list of one number."""
+    count = [0]
 
-            return run
+    def counting(forward: Any) -> Any:
+        @functools.wraps(forward)
+        def run(block: Any, *args: Any, **kwargs: Any) -> Any:
+            tokens = args[0] if args else kwargs["hidden_states"]  # [B, N, C]
+            count[0] += tokens.shape[0] * tokens.shape[1]
+            return forward(block, *args, **kwargs)
 
-        blocks = (
-            () if self.is_unet else (*model.transformer_blocks, *model.single_transformer_blocks)
-        )
-        with ExitStack() as stack:
-            for cls in {type(block) for block in blocks}:
-                stack.enter_context(mock.patch.object(cls, "forward", counting(cls.forward)))
-            yield count
+        return run
+
+    with ExitStack() as stack:
+        for cls in (flux.FluxTransformerBlock, flux.FluxSingleTransformerBlock):
+            stack.enter_context(mock.patch.object(cls, "forward", counting(cls.forward)))
+        yield count

@@ -4,6 +4,8 @@ python benchmarks/operations.py [--rows SDXL]
 """
 
 import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,36 +28,29 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def without_weights(kind: str, config: dict[str, Any]) -> Any:
-    """A model whose weights are never written to, and so take no memory."""
+def pipeline(part: str, kind: str, config: dict[str, Any], **more: Any) -> Any:
+    """Nothing but a model, whose weights are never written to, and so take no memory."""
     with torch.device("meta"):
         model = getattr(diffusers, kind)(**config)
-    return model.to(torch.bfloat16).to_empty(device="cpu").eval()
+    model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
+    return SimpleNamespace(**{part: model}, **more)
 
 
-def models(wanted: str) -> Any:
-    """What a row says of each setting, its model in a wrapper, and arguments of `describe`."""
+def models() -> Iterator[tuple[str, Callable[[], Any], dict[str, int]]]:
+    """What a row says of each setting, what makes its pipeline, and arguments of `describe`."""
     for name, side in (("UNet", 256), ("transformer", 512)):
-        title = f"embedded {name} {side}x{side}"
-        if re.search(wanted, title):
-            pipe = load_pipeline(name.lower(), device="cpu")
-            yield title, pipe, {"height": side, "width": side}
-    for name, (architecture, sizes) in UNETS.items():
-        for side in sizes:
-            title = f"{name} {side}x{side}"
-            if re.search(wanted, title):
-                unet = without_weights("UNet2DConditionModel", ARCHITECTURES[architecture])
-                yield title, SimpleNamespace(unet=unet), {"height": side, "width": side}
+        make = partial(load_pipeline, name.lower(), device="cpu")
+        yield f"embedded {name} {side}x{side}", make, {"height": side, "width": side}
+    for name, (architecture, sides) in UNETS.items():
+        make = partial(pipeline, "unet", "UNet2DConditionModel", ARCHITECTURES[architecture])
+        for side in sides:
+            yield f"{name} {side}x{side}", make, {"height": side, "width": side}
     for one in SETTINGS["transformers"]:
-        if one.images == 1 and re.search(wanted, one.name):
-            pixels, frames = one.scale
-            model = SimpleNamespace(
-                transformer=without_weights(one.kind, one.config),
-                vae_scale_factor=pixels,
-                vae_scale_factor_temporal=frames,
-            )
+        if one.images == 1:
+            scale = {"vae_scale_factor": one.scale[0], "vae_scale_factor_temporal": one.scale[1]}
+            make = partial(pipeline, "transformer", one.kind, one.config, **scale)
             size = {"height": one.height, "width": one.width, "num_frames": one.frames}
-            yield one.name, model, {**size, "batch": one.batch}
+            yield one.name, make, {**size, "batch": one.batch}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -63,15 +58,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", default="", help="regular expression of settings")
     args = parser.read(arguments)
     file = RowFile(RESULTS / "operations.jsonl", torch.device("cpu"))
-    for title, model, size in models(args.rows):
+    for title, make, size in (one for one in models() if re.search(args.rows, one[0])):
+        model = make()
         for label, options in WAYS.items():
             with tomesd.patched(model, when="always", **options):
                 (part,) = tomesd.describe(model, **size, steps=STEPS).parts
             row = {"section": "operations", "setting": title, "label": label, "steps": STEPS}
             row |= {"flops": part.flops, "merged": part.merged_flops / part.flops}
             row |= {"left_out": part.reused_flops / part.flops, "image": part.share_of_image}
-            row["coarse"] = part.coarse_flops / part.flops
-            file.add(row)
+            file.add({**row, "coarse": part.coarse_flops / part.flops})
             print(f"{args.spent():4.0f} s  {title}, {label}: {part}", flush=True)
 
 

@@ -97,10 +97,9 @@ def measured(out: Path) -> Iterator[Row]:
     steps = [r for r in rows if r["what"] == "step" and {r["model"], r["setting"]} & known]
     for found in comparisons(steps):
         base = found.find("unpatched")
-        if base is None or base["seconds"] is None:
-            continue
         for row in found:
-            if row["variant"] != "tomesd" or not row["seconds"]:
+            speedup = found.speedup(row)
+            if row["variant"] != "tomesd" or speedup is None:
                 continue
             verdict = ask(row, row["settings"], H200[row["dtype"]])
             yield {
@@ -108,7 +107,7 @@ def measured(out: Path) -> Iterator[Row]:
                 **{"ratio": row["settings"]["ratio"], "machine": "NVIDIA H200"},
                 **{"merges": any(verdict.pays), "expected": verdict.gain},
                 # Rows that were left alone do not tell how long merging takes.
-                "measured": None if row.get("left_alone") else found.speedup(row),
+                "measured": None if row.get("left_alone") else speedup,
                 # By how much the gain may be off, from the spreads of the two times.
                 "noise": sum(one["spread"] / one["seconds"] for one in (base, row)),
                 "measured_run": row["run"],
@@ -134,10 +133,8 @@ def elsewhere() -> Iterator[Row]:
 
 def simulated() -> Iterator[Row]:
     """Settings that other GPUs are asked about."""
-    for (model, side), images in itertools.product(
-        (("sd15", 512), ("sd15", 1024), ("sdxl", 1024)), (1, 8)
-    ):
-        name = {"sd15": "SD1.5", "sdxl": "SDXL"}[model]
+    unets = (("SD1.5", "sd15", 512), ("SD1.5", "sd15", 1024), ("SDXL", "sdxl", 1024))
+    for (name, model, side), images in itertools.product(unets, (1, 8)):
         known = {"setting": f"{name} {side} px, {images} images", "model": model, "mode": "eager"}
         size = {"height": side, "width": side, "batch": 2 * images}
         yield {**known, **size, "dtype": "float16", "attention": "sdpa"}

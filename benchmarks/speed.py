@@ -15,7 +15,6 @@ section is in, as they are measured. Before anything is measured on a GPU, tests
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from common import RESULTS, ROOT, Arguments
@@ -27,20 +26,17 @@ from tomesd.bench.tables import HEADER, Comparison, failures, markdown, result_t
 from tomesd.presets import PRESETS, numbered
 
 BEFORE = ", before"
+DEVICES = {"gpu": "cuda", "compiled": "cuda", "cpu": "cpu"}
+"""By the stem of a file, where what is in it was measured."""
 MEASURED = {
     stem: [
         row
         for row in read_rows(RESULTS / f"{stem}.jsonl")
         if row["what"] != "plan" and not row["section"].endswith(BEFORE)
     ]
-    for stem in ("gpu", "compiled", "cpu")
+    for stem in DEVICES
 }
-"""Rows by the stem of their file."""
 SECTIONS = {row["section"]: stem for stem, rows in MEASURED.items() for row in rows}
-
-
-def device_of(section: str) -> str:
-    return "cpu" if section == "cpu" else "cuda"
 
 
 def cases(section: str, original: str | None) -> list[Case]:
@@ -66,13 +62,12 @@ def case_of(measured: Comparison, original: str | None) -> Case:
         *(Contender("tomesd", settings, label) for label, settings in labels.items()),
     ]
     chosen = tuple(one for one in contenders if original or one.kind != "original")
-    return Case(**known, device=device_of(known["section"]), contenders=chosen)
+    return Case(**known, device=DEVICES[SECTIONS[known["section"]]], contenders=chosen)
 
 
 def contender_of(row: Row, original: str | None) -> Contender:
-    options, settings = row["settings"], None
-    if options is not None:
-        settings = Settings(**{name: numbered(value) for name, value in options.items()})
+    options = row["settings"]
+    settings = None if options is None else Settings(**{k: numbered(v) for k, v in options.items()})
     folder = original if row["variant"] == "original" else None
     return Contender(row["variant"], settings, row["label"], folder)
 
@@ -81,37 +76,31 @@ def with_before(case: Case, folder: str) -> Case:
     """The same setting with an earlier version of this library."""
     base, *others = [one for one in case.contenders if one.kind in ("unpatched", "tomesd")]
     merged = [one for one in others if one.settings and one.settings.share != "steps"]
-    before = [
-        replace(one, kind="original", label=f"{one}{BEFORE}", folder=folder) for one in merged
-    ]
+    earlier = {"kind": "original", "folder": folder}
+    before = [replace(one, **earlier, label=f"{one}{BEFORE}") for one in merged]
     return replace(case, section=case.section + BEFORE, contenders=(base, *merged, *before))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Arguments(__doc__)
+    parser = Arguments(__doc__, seconds=2.0)
     parser.add_argument("sections", nargs="+", choices=list(SECTIONS))
     parser.add_argument("--original", help="folder with tomesd 0.1.3")
     parser.add_argument("--before", help="folder with an earlier version, to compare with alone")
-    parser.add_argument("--only", default="", help="of the settings, those with this in their name")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of timing per setting")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--no-check", action="store_true", help="the kernels have been checked")
     args = parser.read(arguments)
     check = [sys.executable, ROOT / "tests" / "gpu_checks.py"]
     if args.sections != ["cpu"] and not args.no_check and subprocess.run(check).returncode:
-        raise SystemExit("the kernels do not what they should: nothing is measured")
+        raise SystemExit("the kernels do not do what they should: nothing is measured")
     effort, subjects = Effort(seconds=args.seconds, min_repeats=4), Subjects(keep=4)
-    files: dict[Path, RowFile] = {}
+    stems = {SECTIONS[section] for section in args.sections}
+    files = {s: RowFile(args.out / f"{s}.jsonl", torch.device(DEVICES[s])) for s in stems}
     rows: list[Row] = []
     for section in args.sections:
-        path = args.out / f"{SECTIONS[section]}.jsonl"
-        if path not in files:
-            files[path] = RowFile(path, torch.device(device_of(section)))
         for case in cases(section, args.original):
             if args.only in case.setting:
                 case = with_before(case, args.before) if args.before else case
                 print(f"{section}: {case.setting}, {case.mode}", flush=True)
-                rows += run_cases([case], files[path], effort, subjects=subjects)
+                rows += run_cases([case], files[SECTIONS[section]], effort, subjects=subjects)
     print(markdown(HEADER, result_table(rows)))
     print("\n".join(failures(rows)))
 

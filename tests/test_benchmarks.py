@@ -13,7 +13,7 @@ import quality
 import rule
 import speed
 import torch
-from doc_tables.quality import PRESET_ROWS
+from doc_tables.quality import IN_SHORT
 from front_ways import WAYS
 
 import tomesd
@@ -28,6 +28,15 @@ from tomesd.presets import PRESETS
 from tomesd.settings import Settings
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+PRESET_ROWS = {
+    "unet": {name: IN_SHORT[f'`preset="{name}"`'] for name in PRESETS["unet"]},
+    "transformer": {
+        "quality": "reuse 2 from 0.25",
+        "balanced": "reuse 2 to 8 from 0.2, all blocks",
+        "fast": "coarse to 0.35, reuse 6 from 0.35, all blocks",
+    },
+}
+"""Labels of the trade-offs that presets are, by kind of model."""
 
 
 @pytest.mark.parametrize("section", speed.SECTIONS)

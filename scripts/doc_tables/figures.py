@@ -7,10 +7,12 @@ from typing import Any
 from tomesd.bench.plots import COLOURS, figure
 
 from .performance import MATCHING
-from .quality import FAMILIES, front_rows, paper_rows, search_rows, tradeoff_rows
+from .quality import FAMILIES, SCORES, front_rows, paper_rows, search_rows, tradeoff_rows
 from .rows import ORIGINAL, SPEEDS, TITLES, Results, Row, has, pareto
 
 MEASURES = (("seconds", 1000, "ms"), ("peak_mib", 1, "MiB"))
+DISTANCES = {"more than unmerged": "KID x 1000, more than unmerged", "LPIPS": "LPIPS to unmerged"}
+"""What a figure calls columns of the tables."""
 
 
 def against_tokens(lines: dict[str, list[Row]], colours: Sequence[str]) -> Any:
@@ -80,14 +82,13 @@ def front(results: Results) -> Any:
 def search(results: Results) -> Any:
     """LPIPS against the speed-up of all settings that were searched, and their front."""
     rows = search_rows(results)
-    groups = {"": (ORIGINAL, COLOURS["original"]), "attn": ("attn", "#00798c")}
-    groups |= {"kv": ("kv", "#c7b446"), "block": ("block", "#6a4c93")}
+    groups = {"": COLOURS["original"], "attn": "#00798c", "kv": "#c7b446", "block": "#6a4c93"}
     picture, axes = figure(3.6, 1, 2)
     for one, (speed, words) in zip(axes, SPEEDS.items(), strict=True):
-        for group, (name, colour) in groups.items():
+        for group, colour in groups.items():
             chosen = [row for row in rows if row["setting"] == group and has(row, speed)]
             points = [row[speed] for row in chosen], [row["lpips"] for row in chosen]
-            one.scatter(*points, s=14, color=colour, label=name)
+            one.scatter(*points, s=14, color=colour, label=group or ORIGINAL)
         best = pareto(rows, speed)
         one.step([r[speed] for r in best], [r["lpips"] for r in best], "k-", lw=0.8, where="pre")
         label_speed(one, words, "LPIPS")
@@ -99,13 +100,11 @@ def tradeoffs(results: Results) -> Any:
 
     Two settings at once make points instead of a line.
     """
-    found = (tradeoff_rows(results, "transformer", pixels) for pixels in (512, 256))
-    rows = next((rows for rows in found if rows), [])
+    rows = tradeoff_rows(results, "transformer", 512)
     shown = [name for name in FAMILIES[1:] if any(row["setting"] == name for row in rows)]
-    scores = (("kid_change", "KID x 1000, more than unmerged", 1000),)
-    scores += (("lpips", "LPIPS to unmerged", 1),)
     picture, axes = figure(4.2, 1, 2)
-    for one, (score, title, scale) in zip(axes, scores, strict=True):
+    for one, (column, title) in zip(axes, DISTANCES.items(), strict=True):
+        score, _, scale = SCORES[column]
         for number, (family, mark) in enumerate(zip(shown, "ovXs^D*hPdp<", strict=False)):
             chosen = [row for row in rows if row["setting"] == family and has(row, score)]
             x, y = [row["speedup"] for row in chosen], [scale * row[score] for row in chosen]

@@ -1,11 +1,12 @@
 """The tables of docs/performance.md."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 
 from tomesd.bench.tables import duration, percent, times
 
-from .rows import ORIGINAL, OURS, TITLES, Columns, Comparison, Results, Row, Table
+from .rows import ORIGINAL, OURS, TITLES, Columns, Comparison, Results, Row, Table, has, latest
 
 KEPT, EVERY_STEP, EVERY_BLOCK = "plan kept", "plan every step", "plan every block"
 STACKS, IF_FASTER = "whole stacks", "if faster"
@@ -18,10 +19,8 @@ MODES = {
     "compile-blocks": ", blocks compiled",
     "compile-blocks-graph": ", blocks compiled, CUDA graph",
 }
-STARTED = dict.fromkeys(MODES, "a CUDA graph") | {
-    **{"eager": "PyTorch", "compile": "compiled code", "compile-blocks": "compiled code"},
-    "compile-autotune": "a CUDA graph",
-}
+STARTERS = {"eager": "PyTorch", "compile": "compiled code", "compile-blocks": "compiled code"}
+"""What starts kernels, by mode; in all others it is a CUDA graph."""
 COMPILED = {"compile": "default", "compile-autotune": "autotune"}
 MATCHING = {
     "triton": "Triton",
@@ -80,9 +79,9 @@ def columns(
     }
 
 
-def section(name: str, *parts: Columns) -> Callable[[Results], Table]:
+def section(name: str, *parts: Columns, mode: str = "") -> Callable[[Results], Table]:
     """A table with a line for each setting of a section."""
-    return lambda results: Table.of(results.settings(name), *parts)
+    return lambda results: Table.of(results.settings(name, mode), *parts)
 
 
 CALL = {"one call of the model, ms": lambda one: one.first["setting"] + MODES[one.first["mode"]]}
@@ -110,11 +109,10 @@ def transformers_in_short(results: Results) -> Table:
 
 def more_memory(found: Comparison) -> str:
     """What a call needs besides the weights, unpatched and with half of the tokens."""
-    rows = (found.find(label) or {} for label in ("unpatched", "ratio 0.5"))
-    before, after = (row.get("peak_mib") for row in rows)
-    if before is None or after is None:
+    before, after = (found.find(label) or {} for label in ("unpatched", "ratio 0.5"))
+    if not (has(before, "peak_mib") and has(after, "peak_mib")):
         return "-"
-    return f"{after:,.0f} MiB ({times(after / before)})"
+    return f"{after['peak_mib']:,.0f} MiB ({times(after['peak_mib'] / before['peak_mib'])})"
 
 
 def hires(results: Results) -> Table:
@@ -152,21 +150,20 @@ def compiled(results: Results) -> Table:
     return Table.of(found, SETTING, mode, columns({"unpatched": "compiled", **labels}, steady_gain))
 
 
-def by_ratio(
-    found: Comparison, cells: Callable[..., list[str]]
-) -> Iterator[tuple[float, list[str]]]:
+def by_ratio(found: Comparison, cells: Callable[..., list[str]]) -> dict[float, list[str]]:
     """For each ratio, what is said of the original and of this library."""
     merged = {(row["settings"]["ratio"], row["variant"]): row for row in found if row["settings"]}
-    for ratio in sorted({ratio for ratio, _ in merged}):
-        rows = (merged.get((ratio, kind)) for kind in ("original", "tomesd"))
-        yield ratio, [cell for row in rows for cell in cells(found, row)]
+    lines: dict[float, list[str]] = {}
+    for ratio, kind in product(sorted({ratio for ratio, _ in merged}), ("original", "tomesd")):
+        lines.setdefault(ratio, []).extend(cells(found, merged.get((ratio, kind))))
+    return lines
 
 
 def paper_speed(results: Results) -> Table:
     """Time and memory per image of the paper's set-up, at its ratios."""
     [found] = results.settings("paper")
     lines = [["unpatched", *per_image(found, found.find("unpatched")), "-", "-"]]
-    lines += [[f"{100 * ratio:.0f}", *cells] for ratio, cells in by_ratio(found, per_image)]
+    lines += [[f"{100 * ratio:.0f}", *cells] for ratio, cells in by_ratio(found, per_image).items()]
     header = ["r %", f"{ORIGINAL}: s / image", "GiB / image", f"{OURS}: s / image", "GiB / image"]
     return Table(header, lines, list(found))
 
@@ -186,7 +183,7 @@ def per_image(found: Comparison, row: Row | None) -> list[str]:
 def cpu(results: Results) -> Table:
     [found] = results.settings("cpu")
     unpatched = time(found, found.find("unpatched"))
-    merged = by_ratio(found, lambda found, row: [gain(found, row)])
+    merged = by_ratio(found, lambda found, row: [gain(found, row)]).items()
     lines = [["0", unpatched, unpatched], *([f"{ratio:g}", *cells] for ratio, cells in merged)]
     return Table(["ratio", ORIGINAL, OURS], lines, list(found))
 
@@ -229,12 +226,9 @@ def memory_cpu(results: Results) -> Table:
 
 def rule(results: Results) -> Table:
     """What `when="if_faster"` decides, against what was measured last."""
-    last = {}
-    for row in results.file("rule"):
-        if "mode" in row:
-            names = ("section", "mode", "setting", "label", "ratio")
-            last[tuple(str(row[name]) for name in names)] = row
-    rows = [row for row in last.values() if row["label"] not in (KEPT, EVERY_STEP, IF_FASTER)]
+    known = (row for row in results.file("rule") if "mode" in row)
+    known = latest(known, "section", "mode", "setting", "label", "ratio")
+    rows = [row for row in known if row["label"] not in (KEPT, EVERY_STEP, IF_FASTER)]
     for row in rows:
         row["setting"] += "" if " r ." in row["setting"] else f", r {row['ratio']:g}"
         row["plan"] = row["label"] if row["label"] in (EVERY_BLOCK, STACKS) else "-"
@@ -259,22 +253,16 @@ def wrong_signs(results: Results) -> Table:
     """How often the rule is wrong, over all rows that tell how long merging takes."""
     groups: dict[str, list[Row]] = {}
     for row in results.file("rule"):
-        if row.get("measured") is not None:
-            groups.setdefault(STARTED[row["mode"]], []).append(row)
-    lines = []
-    for started, rows in groups.items():
-        wrong = [row for row in rows if loss(row)]
-        clear = [row for row in wrong if loss(row) > row["noise"]]
-        most = percent(max((loss(row) for row in wrong), default=0.0))
-        lines.append([started, str(len(rows)), str(len(wrong)), str(len(clear)), most])
-    header = [
-        "kernels are started by",
-        "decisions",
-        "wrong signs",
-        "by more than the spread",
-        "the worst costs",
-    ]
-    return Table(header, lines)
+        if has(row, "measured"):
+            groups.setdefault(STARTERS.get(row["mode"], "a CUDA graph"), []).append(row)
+    columns: Columns = {
+        "kernels are started by": lambda group: group[0],
+        "decisions": lambda group: str(len(group[1])),
+        "wrong signs": lambda group: str(sum(loss(row) > 0 for row in group[1])),
+        "by more than the spread": lambda group: str(sum(loss(r) > r["noise"] for r in group[1])),
+        "the worst costs": lambda group: percent(max(map(loss, group[1]))),
+    }
+    return Table.of(groups.items(), columns, rows=())
 
 
 def rule_elsewhere(results: Results) -> Table:
@@ -320,23 +308,22 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "memory on a CPU": memory_cpu,
     "transformers": transformers,
     "transformers in short": transformers_in_short,
-    "graph": section("graph", SETTING, BOUND, columns(SHARES, share)),
-    "eager": section("eager", SETTING, BOUND, columns(SHARES, share)),
+    **{name: section(name, SETTING, BOUND, columns(SHARES, share)) for name in ("graph", "eager")},
     "compiled": compiled,
     "the paper's set-up": paper_speed,
-    "batches": section("batches", SIZE, columns(BY_LIBRARY, gain)),
-    "sdxl": section("sdxl", SIZE, columns(BY_LIBRARY, gain)),
+    **{name: section(name, SIZE, columns(BY_LIBRARY, gain)) for name in ("batches", "sdxl")},
     "whole images": section("pipelines", SETTING, columns(BESIDE, steady_gain)),
     "whole images of transformers": section(
         "transformers-images", SETTING, columns(UNMERGED | WITH_PRESETS, gain)
     ),
     "ways to merge": section("presets", SETTING, columns(["unpatched", "default", *WAYS], gain)),
     "memory": section("eager", SETTING, IN_MEMORY),
-    "matching": lambda results: Table.of(
-        results.settings("matching", "graph"),
+    "matching": section(
+        "matching",
         {"tokens": "{tokens:,}"},
         columns({label: f"{title}: ms" for label, title in MATCHING.items()}, time),
         columns({label: f"{title}: MiB" for label, title in MATCHING.items()}, memory),
+        mode="graph",
     ),
     "rule": rule,
     "wrong signs": wrong_signs,

@@ -10,18 +10,7 @@ import docstring_parser
 from tomesd import Settings
 from tomesd.bench.tables import percent, times
 
-from .rows import (
-    ORIGINAL,
-    SPEEDS,
-    TITLES,
-    Columns,
-    Results,
-    Row,
-    Table,
-    gave_up_evenly,
-    has,
-    pareto,
-)
+from .rows import ORIGINAL, SPEEDS, TITLES, Columns, Results, Row, Table, has, latest, pareto
 
 SPEEDUP = "speed-up, fused"
 SCORES: dict[str, tuple[str, int, float]] = {
@@ -36,7 +25,6 @@ SCORES: dict[str, tuple[str, int, float]] = {
     SPEEDUP: ("speedup", 2, 1),
 }
 """Field, digits and scale, by the title of a column."""
-ALL = ("FID", "FID to unmerged", "KID x 1000", "PSNR", "SSIM", "LPIPS")
 
 # FID at r = 0.5 on Stable Diffusion, from the tables of the paper (Bolya & Hoffman 2023).
 FID_OF_PAPER = {
@@ -55,19 +43,6 @@ FAMILIES = (
     *("first block cache", "MagCache", "TaylorSeer", "DeepCache"),
 )
 """Of trade-offs, in the order of the table."""
-PRESET_ROWS = {
-    "unet": {
-        "quality": "reuse 2 from 0.5",
-        "balanced": "reuse 2 from 0.25",
-        "fast": "reuse 2 from 0",
-    },
-    "transformer": {
-        "quality": "reuse 2 from 0.25",
-        "balanced": "reuse 2 to 8 from 0.2, all blocks",
-        "fast": "coarse to 0.35, reuse 6 from 0.35, all blocks",
-    },
-}
-"""Labels of the trade-offs that presets are, by kind of model."""
 
 
 def estimate(row: Row, title: str, digits: int | None = None) -> str:
@@ -87,6 +62,10 @@ def scores(*titles: str, **digits: int) -> Columns:
     return {title: partial(estimate, title=title, digits=digits.get(title)) for title in titles}
 
 
+ALL = scores("FID", "FID to unmerged", "KID x 1000", "PSNR", "SSIM", "LPIPS")
+CLOSENESS = scores("LPIPS", "PSNR")
+
+
 def speeds(*titles: str) -> Columns:
     """Against unmerged images, with fused and with unfused attention."""
     titles = titles or tuple(f"speed-up, {name}" for name in SPEEDS.values())
@@ -96,66 +75,42 @@ def speeds(*titles: str) -> Columns:
     }
 
 
-def named(title: str, rows: Mapping[str, Row], *parts: Columns) -> Table:
-    """A table of rows with names of their own, in a first column of this title."""
-    return Table.of(
-        [{**row, "name": name} for name, row in rows.items()], {title: "{name}"}, *parts
-    )
+def named(title: str, labels: Mapping[str, str], rows: list[Row], *parts: Columns) -> Table:
+    """A table of the rows with these labels, by names of their own in a first column."""
+    found = {row["label"]: row for row in rows}
+    lines = [{**found[label], "name": name} for name, label in labels.items()]
+    return Table.of(lines, {title: "{name}"}, *parts)
 
 
 def paper_rows(results: Results) -> list[Row]:
     """The unmerged model, then both libraries, with the ratio in percent."""
-    rows = [row for row in results.quality("paper") if not gave_up_evenly(row)]
-    rows = [{**row, "percent": 100 * row["settings"].get("ratio", 0)} for row in rows]
+    rows = results.quality("paper")
+    for row in rows:
+        row["percent"] = 100 * row["settings"].get("ratio", 0)
     return sorted(rows, key=lambda row: row["percent"])
 
 
 def paper(results: Results) -> Table:
     """Both libraries at the ratios of the paper."""
     base, *merged = rows = paper_rows(results)
-    base |= {"time": "", "memory": "", SPEEDUP: "1"}
+    base |= {"time": "", "memory": ""}
     for row in merged:
         row["time"] = f" ({percent(1 / row['speedup_unfused'])})"
         row["memory"] = f" ({percent(row['mib_unfused'] / base['mib_unfused'])})"
-        row[SPEEDUP] = estimate(row, SPEEDUP)
     return Table.of(
         rows,
         {"r %": "{percent:.0f}", "": lambda row: TITLES.get(row["variant"], row["variant"])},
-        scores(*ALL),
+        ALL,
         {"time, unfused": "{step_ms_unfused:.2f} ms{time}"},
         {"memory, unfused": "{mib_unfused:.1f} MiB{memory}"},
-        {SPEEDUP: lambda row: row[SPEEDUP]},
+        {SPEEDUP: lambda row: estimate(row, SPEEDUP) if row["settings"] else "1"},
     )
 
 
-def windows(results: Results) -> Table:
-    """Where tokens look for their like, at r = 0.3."""
-    front = results.by_label("front")
-    even = [row for row in results.quality("paper") if gave_up_evenly(row)]
-    rows = {
-        "the whole image": front["attn 0.3, window 0"],
-        ORIGINAL: front["0.1.3 0.3"],
-        "windows of 8x8": front["attn 0.3"],
-    }
-    [last] = [row for row in even if row["settings"]["ratio"] == 0.3]
-    rows["windows of 8x8, the same share of each"] = last
-    return named("r = 0.3", rows, scores(*ALL))
-
-
-def windows_at_the_cap(results: Results) -> Table:
-    """The same at r = 0.75, in the order of the windows."""
-    found = {row["label"]: row for row in results.file("front_cpu") if "unet" in row["model"]}
-    sides = {"the whole image": 0, "windows of 32x32": 32, "windows of 16x16": 16}
-    sides["windows of 8x8"] = 8
-    rows = {name: found[f"merged .75, window {side}"] for name, side in sides.items()}
-    return named("r = 0.75", rows, scores("LPIPS", "PSNR"))
-
-
-def late_steps_of_the_unet(results: Results) -> Table:
-    """Steps left out evenly, and ever more of them."""
-    rows = [row for row in results.file("front_cpu") if "unet" in row["model"]]
-    found = {row["label"]: row for row in rows if row["setting"] == "reuse"}
-    return named("", dict(sorted(found.items())), scores("LPIPS", "PSNR"))
+def unet_on_a_cpu(results: Results, family: str) -> list[Row]:
+    rows = (row for row in results.file("front_cpu") if "unet" in row["model"])
+    last = latest((row for row in rows if row["setting"] == family), "label")
+    return sorted(last, key=lambda row: row["label"])
 
 
 def front_rows(results: Results) -> list[Row]:
@@ -189,19 +144,7 @@ def search(results: Results) -> Table:
     rows = [row for row in found if any(row in rows for rows in best.values())]
     columns = {f"speed-up, {name}": partial(marked, speed=key) for key, name in SPEEDS.items()}
     rows.sort(key=lambda row: row["lpips"])
-    return Table.of(rows, {"settings": "{label}"}, scores("LPIPS", "PSNR"), columns)
-
-
-def defaults(results: Results) -> Table:
-    """Half of the tokens at default settings, and the smallest changes that do better."""
-    found = results.by_label("search")
-    rows = {
-        "default": found["attn 0.5"],
-        "`proportional=True`": found["attn 0.5, proportional"],
-        "`target='kv'`": found["kv 0.5"],
-        "`target='kv'`, `proportional=True`": found["kv 0.5, proportional"],
-    }
-    return named("`ratio=0.5`", rows, speeds(), scores("LPIPS", "PSNR"))
+    return Table.of(rows, {"settings": "{label}"}, CLOSENESS, columns)
 
 
 def ablation(group: str) -> Callable[[Results], Table]:
@@ -264,24 +207,51 @@ def options(_: Results) -> Table:
     return Table(["option", "default", "meaning"], lines)
 
 
-def readme(results: Results) -> Table:
-    """The presets of UNets, beside the paper's way to merge and fewer steps."""
-    found = {row["label"]: row for row in tradeoff_rows(results, "unet", 256)}
-    presets = {f'`preset="{name}"`': label for name, label in PRESET_ROWS["unet"].items()}
-    titles = {"unmerged": "unmerged", "`ratio=0.5`, as in 0.1.3": "merged .5", **presets}
-    titles["three quarters of the steps"] = "0.75 of the steps"
-    rows = {title: found[label] for title, label in titles.items()}
-    quality = scores("KID x 1000", "more than unmerged", "LPIPS", "PSNR", PSNR=1)
-    return named("", rows, quality, {"speed-up": "{speedup:.2f}x"})
-
+IN_SHORT = {
+    "unmerged": "unmerged",
+    "`ratio=0.5`, as in 0.1.3": "merged .5",
+    '`preset="quality"`': "reuse 2 from 0.5",
+    '`preset="balanced"`': "reuse 2 from 0.25",
+    '`preset="fast"`': "reuse 2 from 0",
+    "three quarters of the steps": "0.75 of the steps",
+}
+"""The presets of UNets, beside the paper's way to merge and fewer steps."""
+WINDOWS = {
+    "the whole image": "attn 0.3, window 0",
+    ORIGINAL: "0.1.3 0.3",
+    "windows of 8x8": "attn 0.3",
+    "windows of 8x8, the same share of each": "this library 0.3",
+}
+"""Where tokens look for their like."""
+WINDOWS_AT_THE_CAP = {"the whole image": "merged .75, window 0"} | {
+    f"windows of {side}x{side}": f"merged .75, window {side}" for side in (32, 16, 8)
+}
+DEFAULTS = {
+    "default": "attn 0.5",
+    "`proportional=True`": "attn 0.5, proportional",
+    "`target='kv'`": "kv 0.5",
+    "`target='kv'`, `proportional=True`": "kv 0.5, proportional",
+}
+"""Half of the tokens at default settings, and the smallest changes that do better."""
 
 TABLES: dict[str, Callable[[Results], Table]] = {
     "options": options,
-    "quality": readme,
+    "quality": lambda results: named(
+        "",
+        IN_SHORT,
+        tradeoff_rows(results, "unet", 256),
+        scores("KID x 1000", "more than unmerged", "LPIPS", "PSNR", PSNR=1),
+        {"speed-up": "{speedup:.2f}x"},
+    ),
     "the paper's ratios": paper,
-    "windows": windows,
-    "windows at the cap": windows_at_the_cap,
-    "late steps of the UNet": late_steps_of_the_unet,
+    "windows": lambda results: named("r = 0.3", WINDOWS, results.quality("front", "even"), ALL),
+    "windows at the cap": lambda results: named(
+        "r = 0.75", WINDOWS_AT_THE_CAP, unet_on_a_cpu(results, "merging"), CLOSENESS
+    ),
+    # Left out evenly, and ever more of them.
+    "late steps of the UNet": lambda results: Table.of(
+        unet_on_a_cpu(results, "reuse"), {"": "{label}"}, CLOSENESS
+    ),
     "quality against speed": front,
     "search": search,
     "trade-offs": tradeoffs("transformer", 512),
@@ -289,7 +259,9 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "trade-offs of the UNet": tradeoffs("unet", 256),
     "fewer and fewer steps": tradeoffs("transformer", 256, file="front_cpu", steps=28),
     "eight steps": tradeoffs("transformer", 256, file="front_cpu", steps=8),
-    "defaults": defaults,
+    "defaults": lambda results: named(
+        "`ratio=0.5`", DEFAULTS, results.quality("search"), speeds(), CLOSENESS
+    ),
     **{name: ablation(name) for name in ("partition", "layers", "levels", "schedule")},
     "other algorithms": other_algorithms,
 }

@@ -79,25 +79,26 @@ class Results:
         found = sorted(comparisons(rows), key=lambda one: one.first["date"])
         return list({(one.first["setting"], one.first["mode"]): one for one in found}.values())
 
-    def quality(self, section: str) -> list[Row]:
-        """What was found out about images, in the order of the table, with speeds."""
-        last = {}
-        for row in self.file("quality"):
-            names = ("section", "setting", "variant", "label", "settings")
-            key = [gave_up_evenly(row), *(row[name] for name in names)]
-            last[json.dumps(key, sort_keys=True)] = row
-        rows = last.values()
+    def quality(self, *sections: str) -> list[Row]:
+        """What was found out about images, in the order of the table, with speeds.
+
+        The section "even" has the rows of the paper's ratios from the time when every window gave
+        up the same share of its tokens.
+        """
+        rows = self.file("quality")
+        for row in rows:
+            if row["variant"] == "tomesd" and row["commit"] == "8f8ac60":
+                row["section"] = "quality-even"
+        rows = latest(rows, "section", "setting", "variant", "label", "settings")
         timed = {_same_settings(row): row for row in rows if row["section"] == "quality-speed"}
-        found = [row for row in rows if row["section"] == f"quality-{section}"]
-        return sorted((_with_speed(row, timed) for row in found), key=lambda row: row["place"])
-
-    def by_label(self, section: str) -> dict[str, Row]:
-        return {row["label"]: row for row in self.quality(section)}
+        wanted = {f"quality-{section}" for section in sections}
+        found = [_with_speed(row, timed) for row in rows if row["section"] in wanted]
+        return sorted(found, key=lambda row: row["place"])
 
 
-def gave_up_evenly(row: Row) -> bool:
-    """Whether it is of the time when every window gave up the same share of its tokens."""
-    return row["variant"] == "tomesd" and row["commit"] in ("e1ddc58", "8f8ac60")
+def latest(rows: Iterable[Row], *names: str) -> list[Row]:
+    """Of rows that agree in these fields the last, in the order of the first."""
+    return list({json.dumps([row[n] for n in names], sort_keys=True): row for row in rows}.values())
 
 
 def _same_settings(row: Row) -> str:

@@ -258,6 +258,9 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "trade-offs at 256 px": tradeoffs("transformer", 256),
     "trade-offs of the UNet": tradeoffs("unet", 256),
     "fewer and fewer steps": tradeoffs("transformer", 256, file="front_cpu", steps=28),
+    "trade-offs on other weights": tradeoffs(
+        "transformer", 512, file="front_other_weights", steps=28
+    ),
     "eight steps": tradeoffs("transformer", 256, file="front_cpu", steps=8),
     "defaults": lambda results: named(
         "`ratio=0.5`", DEFAULTS, results.quality("search"), speeds(), CLOSENESS

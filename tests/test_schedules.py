@@ -321,6 +321,20 @@ def test_ratios_by_level_and_kind() -> None:
         assert {n for n in seen if n > 16} == wanted
 
 
+@pytest.mark.parametrize("option", [{"end": 0.5}, {"tau": 0.5}, {"schedule": [0.5, 0]}])
+def test_ratios_by_level_stop_with_the_others(option: dict[str, Any]) -> None:
+    pipe = make_sd_pipeline()
+    model = pipe.unet = SD1.build()
+    tomesd.apply_patch(pipe, 0.0, level_ratios={2: 0.25}, window=0, **option)
+    seen_at = {}
+    for time in (900, 100):
+        with tokens_seen(model, "attn1") as seen:
+            run(model, time)
+        seen_at[time] = seen
+    merges_late = "tau" in option
+    assert (48 in seen_at[100], 48 in seen_at[900]) == (merges_late, not merges_late)
+
+
 def test_protected_tokens_stay_alone() -> None:
     mask = torch.zeros(32, 32)
     mask[4:16, 8:20] = 1
@@ -405,6 +419,24 @@ def test_an_option_that_is_given_wins_also_when_it_equals_its_default() -> None:
         0,
         None,
     )
+
+
+@pytest.mark.parametrize("build", [SD1.build, SUPPORTED["flux"].build])
+def test_options_may_build_on_what_a_preset_says(build: Any) -> None:
+    given = {"reuse_start": 0.4, "extrapolate": True}
+    settings = patch_of(tomesd.apply_patch(build(), preset="balanced", **given)).settings
+    assert (settings.reuse, settings.reuse_start, settings.extrapolate) == (2, 0.4, True)
+    with pytest.raises(ValueError, match="reuse_start=2: must be"):
+        tomesd.apply_patch(build(), preset="balanced", reuse_start=2)
+
+
+@pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
+@pytest.mark.parametrize("build", [SD1.build, SUPPORTED["flux"].build])
+def test_a_preset_may_be_kept_from_leaving_out_steps(build: Any, preset: Any) -> None:
+    settings = patch_of(tomesd.apply_patch(build(), 0.5, preset=preset, reuse=None)).settings
+    assert (settings.reuse, settings.reuse_start, settings.reuse_within) == (None, None, None)
+    with pytest.raises(ValueError, match="reuse_start=0[.]25: needs reuse"):
+        tomesd.apply_patch(build(), preset=preset, reuse=None, reuse_start=0.25)
 
 
 def test_copies_keep_notes_of_their_own() -> None:

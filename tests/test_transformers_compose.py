@@ -15,6 +15,7 @@ import accelerate
 import diffusers.hooks
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook
 from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import MagCacheConfig, TaylorSeerCacheConfig
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
@@ -23,6 +24,7 @@ from merging_dit import (
     SUPPORTED,
     assert_differs,
     assert_rounding,
+    at_noise,
     block_calls,
     block_lists,
     patched_model,
@@ -290,6 +292,36 @@ def test_offload(dit: Dit, patch_first: bool, way: Callable[[Any], None]) -> Non
     assert torch.equal(dit.run(model, inputs), dit.run(dit.build(), inputs))
 
 
+def split(model: Any) -> None:
+    """Gives the later blocks to another device. Of that one, which has shapes alone, operations
+    take no tensors of a real one."""
+    blocks = [block for path in block_lists(model) for block in getattr(model, path)]
+    outside = [getattr(model, name) for name in ("norm_out", "proj_out") if hasattr(model, name)]
+    for part in (*blocks[len(blocks) // 2 :], *outside):
+        hook = AlignDevicesHook(execution_device="meta")
+        accelerate.hooks.add_hook_to_module(part.to("meta"), hook)
+
+
+@pytest.mark.parametrize("name", ["flux", "chroma", "qwen", "wan", "hunyuan_video", "lumina2"])
+@ORDER
+@pytest.mark.parametrize("target", ["stack", "block"])
+@pytest.mark.parametrize("reuse", [None, 2])
+def test_blocks_on_several_devices(
+    name: str, patch_first: bool, target: str, reuse: int | None
+) -> None:
+    """As `device_map` lays them out."""
+    dit = SUPPORTED[name]
+    options: dict[str, Any] = {"depth": (0.0, 1.0), "target": target, "metric": None}
+    if reuse is not None:
+        options |= {"reuse": reuse, "reuse_start": 0.0, "extrapolate": True}
+    model, inputs = in_order(patch_first, dit.build(), split, **options), dit.inputs()
+    for level in (0.9, 0.8, 0.7):
+        with block_calls(model) as calls:
+            output = dit.run(model, at_noise(dit, inputs, level))
+        assert output.device.type == "meta"
+        assert bool(calls) == (reuse is None or level != 0.8)
+
+
 @ORDER
 @pytest.mark.parametrize("dit", [FLUX, WAN], ids=lambda dit: dit.name)
 def test_layerwise_casting(dit: Dit, patch_first: bool) -> None:
@@ -354,6 +386,27 @@ def test_caches_of_blocks(name: str, cache: Callable[[Any], None], patch_first: 
     tomesd.remove_patch(model)
     model._reset_stateful_cache()
     assert_rounding(in_context(dit, model, inputs), dit.run(dit.build(), inputs))
+
+
+def test_the_end_of_an_image_is_told_through_the_wrapper_of_a_compiled_model() -> None:
+    """A cache begins anew, as without the patch."""
+    inputs = FLUX.inputs()
+    outputs = []
+    for merges in (False, True):
+        model = FLUX.build()
+        model.enable_cache(FirstBlockCacheConfig(threshold=1e9))
+        compiled = torch.compile(model, backend="eager")
+        if merges:
+            tomesd.apply_patch(compiled, 0.0, schedule=[0.0])
+
+        def run(level: float, model: Any = model) -> Tensor:
+            return in_context(FLUX, model, at_noise(FLUX, inputs, level))
+
+        _, in_one_image = run(0.9), run(0.5)
+        compiled._reset_stateful_cache()
+        outputs.append(run(0.5))
+        assert not torch.equal(in_one_image, outputs[-1])
+    assert torch.equal(*outputs)
 
 
 # ... and those of attention
@@ -512,6 +565,24 @@ def test_an_exception_inside_the_model_leaves_it_usable() -> None:
         FLUX.run(model, FLUX.inputs(size=(8, 16)))
     handle.remove()
     assert torch.equal(FLUX.run(model, inputs), merged)
+
+
+def test_a_call_that_failed_is_no_step_of_an_image() -> None:
+    """What its regions gave is not whole, and of no use to the call that is made instead."""
+
+    def run(model: Any) -> list[Tensor]:
+        return [FLUX.run(model, at_noise(FLUX, FLUX.inputs(), level)) for level in (0.9, 0.8, 0.7)]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    options = {"reuse": 2, "reuse_start": 0.0}
+    expected, model = run(patched_model(FLUX, 0.0, **options)), patched_model(FLUX, 0.0, **options)
+    handle = model.transformer_blocks[0].register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        run(model)
+    handle.remove()
+    assert all(torch.equal(*pair) for pair in zip(run(model), expected, strict=True))
 
 
 def test_a_block_on_its_own_says_what_is_wrong() -> None:

@@ -25,6 +25,7 @@ from zoo_dit import Dit, alone
 
 import tomesd
 from tomesd import kept
+from tomesd.hosts.transformers import _within
 from tomesd.patch import patch_of
 from tomesd.settings import Settings
 
@@ -119,6 +120,15 @@ def test_depth(depth: Any, merged: range, target: str) -> None:
     model = patched_model(FLUX, depth=depth, target=target)
     seen = list(seen_by_blocks(model, FLUX).values())
     assert seen == [12 if block in merged else 24 for block in range(7)]
+
+
+@pytest.mark.parametrize("count", [20, 49, 57, 60])
+def test_a_depth_counts_blocks_whatever_the_rounding(count: int) -> None:
+    for number in range(1, count):
+        share = number / count
+        assert _within((0.0, share), count) == range(number)
+        assert _within((share, 1.0), count) == range(number, count)
+    assert _within((0.55, 1.0), 20) == range(11, 20)
 
 
 def test_a_depth_without_blocks_is_refused() -> None:

@@ -10,7 +10,7 @@ from .allowed import Backend, Depth, Metric, Protect, Schedule, Selector, Share,
 from .hosts import FoundModel, Site, find_models, find_modules, find_timeline
 from .machine import machine_of
 from .patch import patch_of, restore, swap
-from .presets import BEST, Preset
+from .presets import BEST, Preset, combined
 from .presets import preset as preset_options
 from .settings import DEFAULT, Settings
 from .state import Patch
@@ -124,8 +124,8 @@ class Prepared:
 
 def prepare(model: Any, options: Mapping[str, Any], preset: Preset | None = None) -> Prepared:
     """Finds what `apply_patch` would change in `model`, and changes nothing. Raises as it does."""
-    # What is wrong with the options alone is said before the model is looked at.
-    Settings(**options)
+    if preset is None:  # which options may need, and which depends on the model
+        Settings(**options)
     found = find_models(model)
     patches = [_make_patch(model, part, options, preset) for part in found]
     pairs = zip(found, patches, strict=True)
@@ -139,7 +139,7 @@ def _make_patch(
     if not options and preset is None and part.rooted and timeline.noise is not None:
         preset = BEST[part.kind]
     if preset is not None:
-        options = {**preset_options(preset, **part.preset_traits), **options}
+        options = combined(preset_options(preset, **part.preset_traits), options)
     asked = Settings(**options)
     settings = part.settings(asked)
     timeline.check(settings)

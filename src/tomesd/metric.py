@@ -19,7 +19,7 @@ def metric_of(scope: Scope, block: nn.Module, x: Tensor) -> Tensor:
     elif kind == "mean":
         found = angle_to_mean(found)
     elif kind == "clean" and call.clean is not None and call.clean.shape[:2] == x.shape[:2]:
-        found = call.clean
+        found = call.clean.to(x.device)
     elif kind == "previous" and not x.requires_grad and call.timestep is not None:
         note = _note(call, f"block_{scope.place}", found)
         found = torch.where(note.is_from_step_before, note.value, found)
@@ -59,7 +59,7 @@ def _mask(scope: Scope, x: Tensor) -> Tensor:
     settings, call, grid = scope.settings, scope.call, scope.grid
     for known, mask in call.masks:
         if known == grid:
-            return mask
+            return mask.to(x.device)
     if isinstance(settings.protect, Tensor):
         mask = mask_on_grid(settings.protect.to(x.device), grid[1:], x.shape[0])
         mask = mask.repeat(1, grid[0])  # in every frame
@@ -67,6 +67,7 @@ def _mask(scope: Scope, x: Tensor) -> Tensor:
         assert call.guided is not None
         difference, same_image = call.guided
         mask = most_guided(difference, grid[1:], settings.protect_share) & same_image
+        mask = mask.to(x.device)
     call.masks.append((grid, mask))
     return mask
 

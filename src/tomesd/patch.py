@@ -119,9 +119,10 @@ def _forget_image(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     patch = patch_of(self)
     if patch is not None:
         patch.steps.restart()
-    forget = getattr(original_class(self), _IMAGE_DONE, None)
+    inner: Any = self._modules.get("_orig_mod", self)  # of the wrapper that torch.compile makes
+    forget = getattr(original_class(inner), _IMAGE_DONE, None)
     if forget is not None:
-        forget(self, *args, **kwargs)
+        forget(inner, *args, **kwargs)
 
 
 # Gradient checkpointing runs a block again in the backward pass, on another thread even, when the

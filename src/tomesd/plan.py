@@ -73,7 +73,8 @@ class MergePlan:
 
     def fits(self, x: Tensor) -> bool:
         """Whether `x` holds the tokens `[B, N, ...]` that this plan was made for."""
-        return x.ndim == 3 and x.shape[:2] == self.slot.shape
+        here = x.device == self.slot.device  # a model can be split over several
+        return here and x.ndim == 3 and x.shape[:2] == self.slot.shape
 
     def merge(self, x: Tensor) -> Tensor:
         """Mean of each slot's tokens: `[B, N, C]` to `[B, M, C]`."""

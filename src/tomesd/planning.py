@@ -44,7 +44,8 @@ def make_plan(
     """Makes a plan, in memory that stays if it is to be kept; then only if it is out of date."""
     settings, selector = scope.settings, scope.call.selector
     key = kernels.draw_key(settings.seed, scope.decision.level) if settings.use_rand else -1
-    draw = Draw(scope.call.times(x.shape[0]), key)
+    times = scope.call.times(x.shape[0])
+    draw = Draw(None if times is None else times.to(x.device), key)
 
     def select(metric: Tensor, cells: Cells, remove: int, number: int) -> MergePlan:
         if not keep:

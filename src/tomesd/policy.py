@@ -122,7 +122,7 @@ def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor) -> Decisio
     parts = []
     for part in layout.parts:
         wanted = of_references if part.reference else ratio
-        if part.grid is None or call.ratio == 0:  # nothing merges at this time
+        if part.grid is None:
             parts.append(Segment(part.tokens))
         else:
             parts += _cut(settings, part.grid, wanted)
@@ -143,7 +143,7 @@ def _note(call: Call, decision: Decision) -> Decision:
     """Drops what removes nothing, or is not to merge, and notes the decision in the call."""
     decision.level = level_of(call.size, decision.grid[1:])
     decision.number = len(call.decisions)
-    merges = call.settings.active and not call.coarse
+    merges = call.settings.active and not call.coarse and call.ratio != 0
     decision.segments = _removing(decision.segments) if merges else {}
     call.decisions.append(decision)
     return decision

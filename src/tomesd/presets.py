@@ -19,6 +19,7 @@ __all__ = [
     "Kind",
     "Preset",
     "changed",
+    "combined",
     "load",
     "options_of",
     "preset",
@@ -81,6 +82,16 @@ def preset(
         raise ValueError(f"preset={name!r}: must be one of {', '.join(map(repr, names))}")
     options = PRESETS[kind][name] if reuse else MERGING_PRESETS[name]
     return options | WITHOUT_COARSE if "coarse" in options and not coarse else dict(options)
+
+
+def combined(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a preset or a file, and those that win over them.
+
+    Where no step is to be left out, which ones `base` would leave out means nothing.
+    """
+    if given.get("reuse", ...) is None:
+        base = {name: value for name, value in base.items() if not name.startswith("reuse")}
+    return {**base, **given}
 
 
 def changed(settings: Settings) -> dict[str, Any]:

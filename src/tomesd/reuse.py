@@ -25,11 +25,12 @@ def keep(call: Call, name: str, result: Tensor) -> None:
     kept, slope, time = _tensors(call, name, result.shape, result)
     assert call.moment is not None
     if slope is not None and time is not None:
+        now = _now(call, result.device)
         if call.moment.first:
             slope.zero_()
         else:
-            slope.copy_((result - kept) / (time - _now(call)).to(result.dtype))
-        time.copy_(_now(call))
+            slope.copy_((result - kept) / (time - now).to(result.dtype))
+        time.copy_(now)
     kept.copy_(result)
 
 
@@ -42,12 +43,12 @@ def recall(call: Call, name: str, shape: torch.Size, like: Tensor) -> Tensor:
     kept, slope, time = _tensors(call, name, shape, like)
     if slope is None or time is None:
         return kept
-    return kept + slope * (time - _now(call)).to(kept.dtype)
+    return kept + slope * (time - _now(call, kept.device)).to(kept.dtype)
 
 
-def _now(call: Call) -> Tensor:
+def _now(call: Call, device: torch.device) -> Tensor:
     assert call.timestep is not None
-    return call.timestep.float().mean()
+    return call.timestep.float().mean().to(device)
 
 
 def _tensors(

@@ -9,6 +9,7 @@ can be kept and entered again later, which is what gradient checkpointing needs.
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,11 +75,12 @@ class Patch(Named):
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` gave when something was first asked for under this key."""
-        if key not in self.known:
-            if len(self.known) >= 64:
-                self.known.clear()
-            self.known[key] = make()
-        return self.known[key]
+        with suppress(KeyError):
+            return self.known[key]
+        if len(self.known) >= 64:
+            self.known.clear()
+        found = self.known[key] = make()
+        return found
 
     def warn_once(self, message: str) -> None:
         _warn_once(self.name, message)

@@ -47,7 +47,7 @@ class MergeOptions(Settings):
         Args:
             traits: see `preset_traits`.
         """
-        return Settings(**{**self.base(**traits), **self.given()})
+        return Settings(**presets.combined(self.base(**traits), self.given()))
 
     def given(self) -> dict[str, Any]:
         """What the command line says, also where it is the default: it wins over a preset."""

@@ -167,7 +167,8 @@ def _within(depth: tuple[float, float] | None, blocks: int) -> range:
     """The blocks within a depth; without one, all but the first and the last."""
     if depth is None:
         return range(1, blocks - 1) if blocks > 2 else range(blocks)
-    inside = [i for i in range(blocks) if depth[0] * blocks <= i and i + 1 <= depth[1] * blocks]
+    first, end = (round(share * blocks, 6) for share in depth)  # (1 / 49) * 49 is less than 1
+    inside = [i for i in range(blocks) if first <= i and i + 1 <= end]
     if not inside:
         raise ValueError(f"depth={depth!r}: holds none of the {blocks} blocks of this model")
     return range(inside[0], inside[-1] + 1)

@@ -1,13 +1,14 @@
 """Transformer blocks: as members of a run on merged tokens, or making plans for their layers."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..metric import note_output
+from ..plan import MergePlan
 from ..planning import find_plan
 from ..policy import decide
 from ..reuse import use_or_keep
@@ -21,6 +22,7 @@ from ..state import (
     refuse_outside,
     run_inside,
 )
+from .item_rows import ItemRows
 from .role import Inner, Role
 from .tokens import Tokens
 
@@ -121,12 +123,15 @@ class Member(_AnyBlock):
     """Whether steps may leave out the run."""
 
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        now = current_scope(patch)
-        if now is not None and now.region is not None and not self.last and not self._reuses(now):
-            # Fast path: most blocks are in the middle of a run, and CPU time per block is scarce.
-            args, kwargs = self.tokens.replaced(now.region.along, args, kwargs)
-            return inner(*args, **kwargs)
-        scope = self.scope_at(module, patch, self.tokens.take(args, kwargs))
+        x, now = self.tokens.take(args, kwargs), current_scope(patch)
+        if now is not None and now.region is not None:
+            if now.region.x.device != x.device:  # a model can be split over several
+                now.region = _moved(now.region, x.device)
+            if not self.last and not self._reuses(now):
+                # Fast path: most blocks are in the middle, and CPU time per block is scarce.
+                args, kwargs = self.tokens.replaced(now.region.along, args, kwargs)
+                return inner(*args, **kwargs)
+        scope = self.scope_at(module, patch, x)
         region = scope.region
         if region is None:
             region = self._open(scope, module, args, kwargs)
@@ -201,6 +206,20 @@ class Member(_AnyBlock):
                 other = use_or_keep(call, f"{region.place}_text", region.other, other)
         note_output(call, region.place, y)
         return self.tokens.with_results(y, other, output)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A region, or a part of one, on another device."""
+    if isinstance(value, Tensor | ItemRows):
+        return value.to(device)
+    if isinstance(value, OpenRegion | MergePlan):
+        parts = {part.name: _moved(getattr(value, part.name), device) for part in fields(value)}
+        return type(value)(**parts)
+    if isinstance(value, dict):
+        return {name: _moved(part, device) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)([_moved(part, device) for part in value])
+    return value
 
 
 def _alone(x: Tensor | None) -> Tensor | None:

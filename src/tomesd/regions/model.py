@@ -78,7 +78,7 @@ class UNetRoot(_Root):
         if call.coarse:
             output = self._run_coarse(call, given, inner)
         else:
-            output = run_inside(Scope(call), inner, *args, **kwargs)
+            output = _run_model(Scope(call), inner, *args, **kwargs)
         note_guidance(call, output)
         self.finish_call(call)
         return output
@@ -86,7 +86,7 @@ class UNetRoot(_Root):
     def _run_coarse(self, call: Call, given: Given, inner: Inner) -> Any:
         """Calls the model on a coarser latent, on which nothing merges or is reused."""
         call.size = (call.size[0] // SIDE, call.size[1] // SIDE)
-        run = functools.partial(run_inside, Scope(call), inner)
+        run = functools.partial(_run_model, Scope(call), inner)
         return coarse_unet(given, call.patch.timeline, self.time, run)
 
 
@@ -130,7 +130,7 @@ class TransformerRoot(_Root):
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
             decision.left_alone = "attention is cached"
-        output = run_inside(Scope(call, decision), inner, *args, **kwargs)
+        output = _run_model(Scope(call, decision), inner, *args, **kwargs)
         self.finish_call(call)
         return output
 
@@ -152,7 +152,7 @@ class TransformerRoot(_Root):
         level = level_of(layout.size, layout.grid[1:])
         decision = Decision(grid, 0, math.prod(grid), level=level)
         call.decisions.append(decision)
-        run = functools.partial(run_inside, Scope(call, decision), inner)
+        run = functools.partial(_run_model, Scope(call, decision), inner)
         output = self.coarse.run(given, layout, call.patch.timeline, self.time, run)
         self.finish_call(call)
         return output
@@ -178,6 +178,14 @@ class TransformerRoot(_Root):
         layers = [layer for block in self._blocks(module) for layer in block._modules.values()]
         hooked = [x for x in layers if x is not None and "_diffusers_hook" in x.__dict__]
         return any(not _ATTENTION_CACHES.isdisjoint(_hooks(layer)) for layer in hooked)
+
+
+def _run_model(scope: Scope, inner: Inner, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return run_inside(scope, inner, *args, **kwargs)
+    except BaseException:
+        scope.patch.steps.restart()  # not all of its regions have kept what they gave
+        raise
 
 
 def fullness(batch: int, kwargs: dict) -> float:

@@ -179,7 +179,7 @@ class Tokens:
     def start(self, length: int, decision: Decision, args: tuple, kwargs: dict) -> int | Tensor:
         """Where the image begins in the joint sequence; `[B]` if that is ragged."""
         if self.text == "ragged" and decision.start is not None:
-            return decision.start
+            return decision.start.to(self.take(args, kwargs).device)
         after = self.after_with and self.get(self.after_with, args, kwargs) is not None
         return 0 if after or self.text == "after" else length - decision.tokens
 

@@ -57,6 +57,19 @@ def test_two_latents_on_a_line_tell_the_image(name: str) -> None:
     assert not torch.equal(first, tokens)  # one latent alone tells nothing
 
 
+def test_an_image_that_is_made_from_another_one_forgets_the_image_before() -> None:
+    """It begins where that one was when its last tokens were merged, or later."""
+    dit = FLOWS["flux"]
+    model = tomesd.apply_patch(dit.build(), 0.5, when="always")
+    for level in (0.95, 0.1):  # at the second one, nothing merges any more
+        dit.run(model, at_noise(dit, dit.inputs(seed=0), level))
+    begun = at_noise(dit, dit.inputs(seed=1), 0.9)
+    (found,) = expected_by(model, dit, [begun])
+    (alone,) = expected_by(tomesd.apply_patch(dit.build(), 0.5, when="always"), dit, [begun])
+    assert found is not None and alone is not None
+    assert torch.equal(found, alone)
+
+
 def test_batched_and_split_guidance_merge_the_same_tokens() -> None:
     dit = FLOWS["sd3"]
     image, noise = dit.inputs(seed=0), dit.inputs(seed=1)

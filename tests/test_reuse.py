@@ -34,6 +34,7 @@ from tomesd.hosts.timeline import find_timeline
 from tomesd.kept import Kept
 from tomesd.patch import patch_of
 from tomesd.reuse import keep, recall
+from tomesd.settings import Settings
 from tomesd.steps import Moment, Steps
 
 REUSE: dict[str, Any] = {"ratio": 0.0, "reuse": 2, "reuse_start": 0.0, "when": "always"}
@@ -211,7 +212,7 @@ def test_steps_are_told_apart_by_their_times() -> None:
 
     def enter(time: float, size: tuple[int, ...] = (2, 16), started: bool = True) -> str:
         resized = steps.enter(time, 1 - time / 10, size)
-        moment = steps.moment(lambda _: 3, started)
+        moment = steps.moment(Settings(reuse=3, reuse_start=0.0 if started else 1.0))
         return f"{moment.nth}{' reuses' * moment.reuses}{' first' * moment.first}{'!' * resized}"
 
     # Two calls at each time, as split guidance makes them; every third step runs.
@@ -231,9 +232,10 @@ def test_steps_are_told_apart_by_their_times() -> None:
 @pytest.mark.parametrize(("count", "longest"), [(28, 3), (20, 3), (10, 1), (8, 1), (4, 0)])
 def test_results_are_used_for_a_part_of_the_way(count: int, longest: int) -> None:
     steps, run, runs = Steps(), 0, []
+    settings = Settings(reuse=4, reuse_within=0.15)
     for number in range(count):
         steps.enter(-number, number / count, (1,))
-        run = run + 1 if steps.moment(lambda _: 4, True, within=0.15).reuses else 0
+        run = run + 1 if steps.moment(settings).reuses else 0
         runs.append(run)
     assert max(runs) == longest
 

@@ -28,7 +28,7 @@ from zoo_diffusers import HOSTS, make_sd_pipeline
 import tomesd
 from tomesd.evaluation.variants import make_variants, patched_with
 from tomesd.generation import save_image
-from tomesd.hosts import find_timeline
+from tomesd.hosts.timeline import find_timeline
 from tomesd.hosts.unets import DEFAULTS
 from tomesd.kernels import Cells
 from tomesd.metric import angle_to_mean, mask_on_grid
@@ -435,7 +435,7 @@ def test_options_may_build_on_what_a_preset_says(build: Any) -> None:
 def test_a_preset_may_be_kept_from_leaving_out_steps(build: Any, preset: Any) -> None:
     settings = patch_of(tomesd.apply_patch(build(), 0.5, preset=preset, reuse=None)).settings
     assert (settings.reuse, settings.reuse_start, settings.reuse_within) == (None, None, None)
-    with pytest.raises(ValueError, match="reuse_start=0[.]25: needs reuse"):
+    with pytest.raises(ValueError, match=r"reuse_start=0\.25: needs reuse"):
         tomesd.apply_patch(build(), preset=preset, reuse=None, reuse_start=0.25)
 
 

@@ -39,8 +39,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "merge":
         return import_module(".merge", __name__)
-    modules = (import_module(f".{module}", __name__) for module in _MODULES)
-    globals()[name] = next(getattr(m, name) for m in modules if name in m.__all__)
+    modules = [import_module(f".{module}", __name__) for module in _MODULES]
+    globals()[name] = next(getattr(m, name) for m in modules if hasattr(m, name))
     return globals()[name]
 
 

@@ -11,21 +11,6 @@ if TYPE_CHECKING:
 else:
     Tensor = Any  # the help of the commands needs no torch
 
-__all__ = [
-    "ALLOWED",
-    "DOWNSAMPLES",
-    "KINDS",
-    "AnyTensor",
-    "Backend",
-    "Depth",
-    "Metric",
-    "Protect",
-    "Schedule",
-    "Selector",
-    "Share",
-    "Target",
-    "When",
-]
 
 DOWNSAMPLES = (1, 2, 4, 8)
 KINDS = ("attn", "crossattn", "mlp")

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .allowed import Backend, Depth, Metric, Protect, Schedule, Selector, Share, Target, When
-from .hosts import FoundModel, Site, find_models, find_modules, find_timeline
+from .hosts import FoundModel, Site, find_models, find_modules
+from .hosts.timeline import find_timeline
 from .machine import machine_of
 from .patch import patch_of, restore, swap
 from .presets import BEST, Preset, combined
 from .presets import preset as preset_options
 from .settings import DEFAULT, Settings
 from .state import Patch
-
-__all__ = ["Prepared", "apply_patch", "patched", "prepare", "remove_patch"]
 
 _log = logging.getLogger("tomesd")
 _Model = TypeVar("_Model")

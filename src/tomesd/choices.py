@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-__all__ = ["DEMO_MODEL", "EMBEDDED", "Dtype", "Mode", "Offload"]
-
 DEMO_MODEL = "unet"
 """The embedded model that is taken where none is named."""
 

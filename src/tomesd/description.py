@@ -15,8 +15,6 @@ from .settings import Settings
 from .state import Call, Decision, Patch, Scope, run_inside
 from .steps import Moment, Steps
 
-__all__ = ["Description", "Level", "Part", "describe"]
-
 
 @dataclass(frozen=True)
 class Level:
@@ -96,10 +94,8 @@ class Part:
             steps.restart()
             return self.coarse_flops
         steps.enter(-progress, progress, ())
-        if settings.reuse is not None:
-            started = settings.may_reuse(progress)
-            if steps.moment(settings.reuse_every, started, settings.reuse_within).reuses:
-                return self.reused_flops
+        if settings.reuse is not None and steps.moment(settings).reuses:
+            return self.reused_flops
         start, end = settings.span
         return self.merged_flops if start <= progress <= end else self.flops
 

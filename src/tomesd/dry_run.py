@@ -14,8 +14,6 @@ from .patch import original_class
 from .selectors import plan_flops
 from .state import Call, Patch, Scope, run_inside
 
-__all__ = ["count_flops"]
-
 _MOST_CONSTANTS = 1 << 24
 """Numbers in a tensor that a model may read, as some do to cut the text by its mask."""
 
@@ -31,8 +29,7 @@ def count_flops(module: nn.Module, call: Call, inputs: dict[str, Any]) -> int | 
     # What torch's counter has no entry for: one attention kernel, and ours.
     cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     counter = FlopCounterMode(
-        display=False,
-        custom_mapping={cpu_attention: _attention_flops, **plan_flops()},
+        display=False, custom_mapping={cpu_attention: _attention_flops, **plan_flops()}
     )
     limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, _MOST_CONSTANTS
     try:

@@ -9,17 +9,6 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "append_json_line",
-    "check_writable",
-    "json_lines",
-    "read_json_lines",
-    "read_text",
-    "unused",
-    "whole_file",
-    "write_text",
-]
-
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:

@@ -8,8 +8,6 @@ from torch import Tensor
 from .kernels import Cells, reference, use_triton
 from .plan import MergePlan
 
-__all__ = ["bipartite_soft_matching_random2d", "do_nothing"]
-
 
 def do_nothing(x: Tensor, mode: str | None = None) -> Tensor:
     return x

@@ -1,12 +1,15 @@
-"""Swaps the classes of modules for generated subclasses, and back. Knows no host.
+"""Swaps the classes of modules for generated subclasses, and back.
 
 A generated class overrides a method or two and calls the original ones, looked up when they are
 needed: nothing of a host is copied, and what others replace on the class later is respected. It has
-its base's name, so registries and regional compilation find it under that name.
+its base's name, so regional compilation finds it under that name.
 """
 
+import copy
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
@@ -19,9 +22,6 @@ _STATE = "_tomesd"
 _CHECKPOINT = "_gradient_checkpointing_func"
 _IMAGE_DONE = "_reset_stateful_cache"
 """What pipelines of diffusers call on their models when an image is done."""
-
-class_made: list[Callable[[type, type], None]] = []
-"""Called with the base and the new class whenever one is generated. Hosts add to it."""
 
 _Key = tuple[Role, tuple[str, ...]]
 
@@ -93,9 +93,20 @@ def _patched_class(base: Any, role: Role, methods: tuple[str, ...]) -> Any:
     for name in methods:
         method = _method(cls, role, name)
         setattr(cls, name, property(_in_scope(method)) if name == "_forward" else method)
-    for tell in class_made:
-        tell(base, cls)
+    _register(base, cls)
     return cls
+
+
+def _register(base: type, cls: type) -> None:
+    """Registers a generated class with diffusers, if its base is registered.
+
+    Caches, and guidance that skips blocks, look blocks up by their exact class.
+    """
+    helpers = sys.modules.get("diffusers.hooks._helpers")
+    registry = getattr(helpers, "TransformerBlockRegistry", None)
+    if registry is not None:
+        with suppress(ValueError):  # not a block
+            registry.register(cls, copy.copy(registry.get(base)))  # `register` changes the entry
 
 
 def _method(cls: type, role: Role, name: str) -> Any:

@@ -34,12 +34,7 @@ def find_plan(
 
 
 def make_plan(
-    scope: Scope,
-    block: nn.Module,
-    x: Tensor,
-    segments: tuple[Segment, ...],
-    *,
-    keep: bool = False,
+    scope: Scope, block: nn.Module, x: Tensor, segments: tuple[Segment, ...], *, keep: bool = False
 ) -> MergePlan:
     """Makes a plan, in memory that stays if it is to be kept; then only if it is out of date."""
     settings, selector = scope.settings, scope.call.selector

@@ -84,8 +84,7 @@ def _read_time(
         return ratio
     if patch.steps.enter(-time if timeline.rises else time, progress, size):
         patch.kept.forget("reuse_")
-    started = settings.may_reuse(progress)
-    moment = patch.steps.moment(settings.reuse_every, started, settings.reuse_within)
+    moment = patch.steps.moment(settings)
     return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
 
 

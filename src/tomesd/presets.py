@@ -12,20 +12,6 @@ from .allowed import AnyTensor
 from .files import write_text
 from .settings import Settings
 
-__all__ = [
-    "BEST",
-    "MERGING_PRESETS",
-    "PRESETS",
-    "Kind",
-    "Preset",
-    "changed",
-    "combined",
-    "load",
-    "options_of",
-    "preset",
-    "save",
-]
-
 FORMAT = 1
 
 Preset = Literal["quality", "balanced", "fast"]

@@ -29,9 +29,6 @@ class Selector(ABC):
     even_windows: ClassVar[bool] = False
     """Whether it removes the same number of tokens from each window."""
 
-    can_protect: ClassVar[bool] = False
-    """Whether tokens that are zero in the metric are merged last."""
-
     fixed: ClassVar[bool] = False
     """Whether plans depend on shapes alone: all items have the same one, at every step. It need not
     be kept from step to step, nor does it matter what the metric is."""
@@ -81,7 +78,6 @@ class Bipartite(Selector):
 
     name = "bipartite"
     operator = "match_tokens"
-    can_protect = True
 
     def write(self, plan: MergePlan, metric: Tensor, request: Request) -> None:
         kernels.match_tokens(metric, request, plan.lists, plan.triton)

@@ -19,8 +19,6 @@ from .allowed import (
     When,
 )
 
-__all__ = ["DEFAULT", "MergeWarning", "Settings"]
-
 _ROUNDING = 1e-4
 """How far a progress that is read from a timestep may be off."""
 

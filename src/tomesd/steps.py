@@ -1,8 +1,9 @@
 """Which steps of an image run a region, and which use what it gave before."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from .settings import Settings
 
 _MOST_CALLS = 8
 """At one time, for one image: more are other images, such as those of models that take one step."""
@@ -62,26 +63,23 @@ class Steps(threading.local):
         """Makes the next call the first one of an image."""
         self.time, self.ran = float("-inf"), {}
 
-    def moment(
-        self, every: Callable[[float], int], started: bool, within: float | None = None
-    ) -> Moment:
-        """What the call does, if regions run at every so many steps once this has started.
+    def moment(self, settings: Settings) -> Moment:
+        """What the call does, where the settings have a `reuse`.
 
-        They run at the last step too, which nothing after it could mend.
-
-        Args:
-            every: steps from one that runs regions to the next, by the progress of the first.
-            within: the part of the way for which a result is used at most.
+        Regions run at the last step too, which nothing after it could mend.
         """
         last = self.ran.get(self.nth)
-        reuses = started and last is not None and not self.ends
-        if reuses and last is not None:
-            reuses = self.number - last[0] < every(last[1])
-            if within is not None:
-                reuses &= self.progress - last[1] < within + _ROUNDING * within
+        reuses = last is not None and not self.ends and self._is_soon_after(*last, settings)
         if not reuses:
             self.ran[self.nth] = self.number, self.progress
         return Moment(self.nth, reuses, last is None)
+
+    def _is_soon_after(self, number: int, progress: float, settings: Settings) -> bool:
+        """Whether what a step gave can be used at this one."""
+        within = settings.reuse_within
+        soon = within is None or self.progress - progress < within + _ROUNDING * within
+        every = settings.reuse_every(progress)
+        return soon and settings.may_reuse(self.progress) and self.number - number < every
 
     @property
     def reused(self) -> bool:

@@ -11,22 +11,11 @@ from ..outline import Outline, outline_blocks, outline_model
 from ..regions import Role
 from ..schedule import Timeline
 from ..settings import Settings
-from . import registry, transformers, unets  # noqa: F401
+from . import transformers, unets
 from .names import class_names, is_comfy
 from .table import TRANSFORMERS
 from .table_comfy import COMFY_TRANSFORMERS
-from .timeline import find_timeline
 from .transformers import Transformer
-
-__all__ = [
-    "FoundModel",
-    "Site",
-    "UnsupportedModelError",
-    "find_models",
-    "find_modules",
-    "find_row",
-    "find_timeline",
-]
 
 Site = tuple[nn.Module, Role]
 

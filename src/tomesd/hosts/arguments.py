@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .example import Example, Rule
 
-__all__ = ["ARGUMENTS", "OF_UNETS", "OWN"]
-
 _IMAGE, _ONE_FRAME = "in_channels height width", "in_channels 1 height width"
 _TWO_FRAMES, _PAST = "in_channels 2 height width", "in_channels 16 height width"
 _VIDEO = "in_channels frames height width"

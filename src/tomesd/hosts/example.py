@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Example", "Rule"]
-
 _PIXELS_PER_LATENT = 8
 
 Rule = str | Callable[["Example"], Any]

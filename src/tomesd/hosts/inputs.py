@@ -13,8 +13,6 @@ from .layouts import LATENTS
 from .names import class_names, is_comfy
 from .transformers import Transformer
 
-__all__ = ["example_inputs"]
-
 _FRAMES = 8
 
 Inputs = dict[str, Any]
@@ -100,10 +98,7 @@ def _of_several(c: Example) -> Inputs:
 def _ldm_inputs(c: Example) -> Inputs:
     """Inputs of UNets of ldm and ComfyUI."""
     module = c.module
-    inputs: Inputs = {
-        "x": c.tensor(module.in_channels, *c.size),
-        "timesteps": c.whole(value=1),
-    }
+    inputs: Inputs = {"x": c.tensor(module.in_channels, *c.size), "timesteps": c.whole(value=1)}
     widths = [m.attn2.to_k.in_features for m in module.modules() if hasattr(m, "attn2")]
     if widths:
         inputs["context"] = c.tensor(c.text, widths[0])

@@ -17,14 +17,6 @@ from ..layout import Layout, LayoutPart
 from ..regions import Given
 from ..state import Grid
 
-__all__ = [
-    "LATENTS", "from_bria_fibo2", "from_channels_last", "from_flux2", "from_flux3", "from_frames",
-    "from_frames_first", "from_hidream", "from_hunyuan_video", "from_ideogram4", "from_ids",
-    "from_image", "from_joy_image_plus", "from_krea2", "from_ltx", "from_lumina2", "from_nucleus",
-    "from_qwen", "from_qwen21", "from_video", "from_z_image", "layout_on",
-    "reads",
-]  # fmt: skip
-
 Reader = Callable[[Any, Given], Layout]
 
 

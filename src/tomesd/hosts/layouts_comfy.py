@@ -13,8 +13,6 @@ from ..regions import Given
 from ..state import Grid
 from .layouts import layout_on, reads
 
-__all__ = ["from_comfy_image", "from_comfy_lumina", "from_comfy_video"]
-
 
 def _grid(module: Any, latent: Tensor) -> Grid:
     """Frames, rows and columns of the tokens of a latent `[B, C, (F,) H, W]`."""

@@ -8,8 +8,6 @@ from torch import nn
 from ..regions import DeepBlock, DeepLayer, Role
 from .names import class_names
 
-__all__ = ["deep_sites", "has_levels"]
-
 _LEVELLED = (
     "UNet2DConditionModel",
     "UNetMotionModel",

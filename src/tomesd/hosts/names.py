@@ -6,8 +6,6 @@ from torch import nn
 
 from ..patch import original_class
 
-__all__ = ["class_names", "is_comfy", "parameters"]
-
 
 def class_names(module: nn.Module) -> list[str]:
     """Names of the module's class and its bases, so that a subclass is treated like its base."""

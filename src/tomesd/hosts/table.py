@@ -11,8 +11,6 @@ from ..schedule import Shift, Timeline
 from . import layouts as at
 from .transformers import Blocks, Transformer
 
-__all__ = ["TRANSFORMERS"]
-
 # Timesteps run from 1 or 1000 (noise) to 0, or from 0 (noise) to 1 or 1000. Models without one of
 # these timelines use their scheduler's.
 _SIGMAS = Timeline(1.0, flow=True)
@@ -89,7 +87,7 @@ _PLACED = Coarse(side=2, places="img_ids", mask=_MASK, full=_CONTROL)
 
 def _list(path: str, *along: Along, **fields: Any) -> tuple[Blocks]:
     """One list of blocks."""
-    return (Blocks(path, along=along, **fields),)
+    return (Blocks(path=path, along=along, **fields),)
 
 
 def _dual(*along: Along, **fields: Any) -> tuple[Blocks]:
@@ -99,21 +97,20 @@ def _dual(*along: Along, **fields: Any) -> tuple[Blocks]:
 
 def _apart(*along: Along, alone: bool = False) -> tuple[Blocks, Blocks]:
     """Two lists of blocks with separate text and image, as in Flux."""
-    first, second = (Blocks(path, output=1, along=along, alone=alone) for path in (_FIRST, _SECOND))
-    return first, second
+    fields: dict[str, Any] = {"output": 1, "alone": alone}
+    return *_list(_FIRST, *along, **fields), *_list(_SECOND, *along, **fields)
 
 
 def _then_joint(*along: Along, first: str = _FIRST) -> tuple[Blocks, Blocks]:
     """Two lists of blocks; text and image are separate in the first, and joint in the second."""
-    return Blocks(first, output=1, along=along), Blocks(_SECOND, joint=True, along=along)
+    return *_list(first, *along, output=1), *_list(_SECOND, *along, joint=True)
 
 
 def _image_first(rows: Along, anew: str = "") -> tuple[Blocks, Blocks]:
     """Two lists of blocks as in HunyuanVideo: image first, and masks that cover the text too."""
-    masks_and = (_KEY_MASK, _IMAGE_ROWS)
     return (
-        Blocks(_FIRST, output=0, text="after", along=(_KEY_MASK, rows)),
-        Blocks(_SECOND, output=0, text="after", along=masks_and, anew=anew),
+        *_list(_FIRST, _KEY_MASK, rows, output=0, text="after"),
+        *_list(_SECOND, _KEY_MASK, _IMAGE_ROWS, output=0, text="after", anew=anew),
     )
 
 
@@ -261,12 +258,7 @@ _IMAGES = (
         text=77,
     ),
     _image("CogView3Plus", _dual(), text=224),
-    _image(
-        "CogView4",
-        _dual(_IMAGE_ROWS, refused=(_MASK,)),
-        timeline=_STEPS,
-        text=224,
-    ),
+    _image("CogView4", _dual(_IMAGE_ROWS, refused=(_MASK,)), timeline=_STEPS, text=224),
     _image(
         "GlmImage",
         _dual(_IMAGE_ROWS, refused=(_MASK,)),
@@ -397,13 +389,7 @@ _VIDEOS = (
     ),
     _video(
         "Kandinsky6",
-        _list(
-            _VISUAL,
-            _rows("vis_rope"),
-            input="vis",
-            other="aud",
-            output=0,
-        ),
+        _list(_VISUAL, _rows("vis_rope"), input="vis", other="aud", output=0),
         at.from_channels_last,
     ),
     _video(

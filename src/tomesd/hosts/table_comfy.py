@@ -11,8 +11,6 @@ from ..schedule import Timeline
 from .layouts_comfy import from_comfy_image, from_comfy_lumina, from_comfy_video
 from .transformers import Blocks, Transformer
 
-__all__ = ["COMFY_TRANSFORMERS"]
-
 # Used unless ComfyUI gives a timeline of its own, which nodes can change.
 _SIGMAS = Timeline(1.0, flow=True)
 _THOUSAND = Timeline(1000.0, flow=True)
@@ -37,24 +35,24 @@ _OF_FLUX: dict[str, Any] = {
     "in_place": True,
 }
 _FLUX = (
-    Blocks("double_blocks", "img", 0, other="txt", **_OF_FLUX),
-    Blocks("single_blocks", "x", joint=True, **_OF_FLUX),
+    Blocks(path="double_blocks", input="img", output=0, other="txt", **_OF_FLUX),
+    Blocks(path="single_blocks", input="x", joint=True, **_OF_FLUX),
 )
-_SD3 = Blocks("joint_blocks", "x", 1, other="context", names=("context", "x"))
+_SD3 = Blocks(path="joint_blocks", input="x", output=1, other="context", names=("context", "x"))
 _QWEN = Blocks(
-    "transformer_blocks",
+    path="transformer_blocks",
     output=1,
     along=(Along("image_rotary_emb", (2,), sequence=True),),
     refused=_OWN_MODULATION,
 )
 _LUMINA = Blocks(
-    "layers",
-    "x",
+    path="layers",
+    input="x",
     joint=True,
     along=(Along("freqs_cis", (1,), sequence=True),),
     refused=("x_mask", *_OWN_MODULATION),
 )
-_WAN = Blocks("blocks", "x", along=(Along("freqs", (1,)),))  # [1, N, 1, d, 2, 2]
+_WAN = Blocks(path="blocks", input="x", along=(Along("freqs", (1,)),))  # [1, N, 1, d, 2, 2]
 _WAN_ALONE = replace(_WAN, alone=True)  # something is added to all tokens between the blocks
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from ..schedule import Shift, Timeline
 from .names import class_names
 
-__all__ = ["find_timeline"]
-
 
 def find_timeline(model: Any) -> Timeline:
     """The timeline of a pipeline, an ldm model, or a wrapper around one; the default if unknown."""

@@ -5,7 +5,7 @@ Blocks are never rewritten: their arguments are cut and their output is restored
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -15,8 +15,6 @@ from ..schedule import Timeline
 from ..settings import Settings
 from .layouts import LATENTS, from_image
 from .names import parameters
-
-__all__ = ["DEFAULTS", "Blocks", "Transformer"]
 
 DEFAULTS: dict[str, Any] = {
     "target": "stack",
@@ -35,19 +33,12 @@ _UNET_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """A list of blocks in a transformer. See `Tokens` for the fields without a docstring."""
+class Blocks(Tokens):
+    """A list of blocks in a transformer, and how they get their tokens. `names` are the parameters
+    of a block's forward if its signature does not name them."""
 
-    path: str
-    input: str = "hidden_states"
-    output: int | None = None
-    joint: bool = False
-    text: Literal["before", "after", "ragged"] = "before"
-    along: tuple[Along, ...] = ()
-    other: str = "encoder_hidden_states"
-    refused: tuple[str, ...] = ()
-    tokens_first: bool = False
-    after_with: str = ""
+    path: str = ""
+    """The model's attribute with the list."""
     alone: bool = False
     """Whether the model needs all tokens between the blocks, so that each merges by itself."""
     anew: str = ""
@@ -57,9 +48,6 @@ class Blocks:
     """A block's attribute with self-attention on image tokens only, which can merge alone."""
     keys: tuple[Along, ...] | None = None
     """Arguments of `attention` with a row for each key. None: it needs as many keys as queries."""
-    in_place: bool = False
-    names: tuple[str, ...] = ()
-    """Parameters of a block's forward, if its signature does not name them."""
 
     def tokens(self, block: nn.Module) -> Tokens:
         said = {field.name: getattr(self, field.name) for field in fields(Tokens)}

@@ -11,34 +11,10 @@ from typing import Any
 from torch import nn
 
 from ..patch import original_class
-from ..regions import (
-    Block,
-    Layer,
-    Member,
-    Norm,
-    Projection,
-    Role,
-    Stack,
-    Tokens,
-    UNetRoot,
-)
+from ..regions import Block, Layer, Member, Norm, Projection, Role, Stack, Tokens, UNetRoot
 from ..settings import Settings
 from .levels import deep_sites, has_levels
 from .names import class_names, parameters
-
-__all__ = [
-    "DEFAULTS",
-    "NAMES",
-    "can_be_coarse",
-    "can_reuse",
-    "check_reuse",
-    "fill_settings",
-    "is_block",
-    "is_root",
-    "is_stack",
-    "runs",
-    "sites",
-]
 
 NAMES = (
     "Diffusers (Stable Diffusion 1, 2, XL and others with a UNet2DConditionModel, their "

@@ -26,13 +26,7 @@ class _Root(Role):
     """Name of the parameter that takes the timestep."""
 
     def start_call(
-        self,
-        patch: Patch,
-        given: Given,
-        size: Any,
-        tokens: int,
-        apart: bool,
-        obstacle: str = "",
+        self, patch: Patch, given: Given, size: Any, tokens: int, apart: bool, obstacle: str = ""
     ) -> Call:
         """Collects what is known about a call before any block runs.
 
@@ -126,7 +120,8 @@ class TransformerRoot(_Root):
             return self._run_coarse(call, given, layout, inner)
         call.fullness = fullness(latent.shape[0], kwargs)
         decision = decide_layout(call, layout, self.merging, latent)
-        if decision.merges and call.settings.metric == "clean":
+        # Also before and after the steps that merge: what is noted tells images apart.
+        if decision.merges or (call.settings.active and call.ratio == 0):
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
             decision.left_alone = "attention is cached"

@@ -94,9 +94,9 @@ class _Left:
 class Tokens:
     """How a kind of module receives and returns image tokens."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     """Parameters of its forward, in order."""
-    input: str
+    input: str = "hidden_states"
     """The parameter that takes the tokens, `[B, N, C]`."""
     output: int | None = None
     """Index of the tokens in the returned tuple; None: they are returned alone."""

@@ -335,6 +335,18 @@ def test_ratios_by_level_stop_with_the_others(option: dict[str, Any]) -> None:
     assert (48 in seen_at[100], 48 in seen_at[900]) == (merges_late, not merges_late)
 
 
+@pytest.mark.parametrize("option", [{"share": "steps"}, {"metric": "previous"}])
+def test_an_image_made_from_another_one_knows_nothing_of_the_image_before(
+    option: dict[str, Any],
+) -> None:
+    """It begins at a time below that at which the other one stopped merging."""
+    model = tomesd.apply_patch(SD1.build(), 0.5, end=0.5, **option)
+    for time in (900, 600, 20):
+        run(model, time)
+    alone = tomesd.apply_patch(SD1.build(), 0.5, end=0.5, **option)
+    assert torch.equal(run(model, 550), run(alone, 550))
+
+
 def test_protected_tokens_stay_alone() -> None:
     mask = torch.zeros(32, 32)
     mask[4:16, 8:20] = 1

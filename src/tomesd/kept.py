@@ -56,6 +56,15 @@ class Kept(Named):
         last = self.tensor(name, now.shape, torch.float32, device, fill=float("-inf"))
         return Note(value, last, now)
 
+    def begin_image(self) -> None:
+        """Makes notes and plans of this thread count as never written: they are of another image.
+
+        Their times would tell, too, if they were written at every step.
+        """
+        for name, tensor in vars(self.local).items():
+            if "_time_" in name or "_clock_" in name:
+                tensor.fill_(float("-inf"))
+
     def forget(self, prefix: str) -> None:
         """Lets go of the tensors of this thread whose names begin so."""
         tensors = vars(self.local)

@@ -67,9 +67,12 @@ def _read_time(
         timestep = sum(times) / len(times)
     time, settings, timeline = float(timestep), patch.settings, patch.timeline
     progress = timeline.progress(time, size[1])
+    resized = patch.steps.enter(-time if timeline.rises else time, progress, size)
+    if patch.steps.begins:
+        patch.kept.begin_image()
     if settings.is_coarse(progress):
         if not obstacle:
-            patch.steps.restart()
+            patch.steps.ran = {}
             return _COARSE
         patch.warn_once(f"tomesd runs steps on all tokens that coarse would make fewer: {obstacle}")
     ratio = f"{ratio_at(time, settings, timeline, size[1])!r} {stage_at(progress, settings)[0]}"
@@ -82,7 +85,7 @@ def _read_time(
             "(a ControlNet, a cache of diffusers)"
         )
         return ratio
-    if patch.steps.enter(-time if timeline.rises else time, progress, size):
+    if resized:
         patch.kept.forget("reuse_")
     moment = patch.steps.moment(settings)
     return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"

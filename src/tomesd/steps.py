@@ -42,13 +42,15 @@ class Steps(threading.local):
     nth: int = 0
     ran: dict[int, tuple[int, float]] = field(default_factory=dict)
     """The last step that ran regions, and its progress, by the first, second ... call of a step."""
+    begins: bool = True
+    """Whether the last call was the first one of an image."""
     size: tuple[int, ...] = ()
     """Of the latents, items first."""
 
     def enter(self, time: float, progress: float, size: tuple[int, ...]) -> bool:
         """Notes the next call. Returns whether what was kept is of another size, and useless."""
-        resized, again = size != self.size, time == self.time
-        if time > self.time or resized or (again and self.nth + 1 == _MOST_CALLS):
+        self.begins, resized, again = time > self.time, size != self.size, time == self.time
+        if self.begins or resized or (again and self.nth + 1 == _MOST_CALLS):
             self.number, self.nth, self.ran, self.ends = 0, 0, {}, False
         elif again:
             self.nth += 1

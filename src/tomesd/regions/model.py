@@ -120,8 +120,7 @@ class TransformerRoot(_Root):
             return self._run_coarse(call, given, layout, inner)
         call.fullness = fullness(latent.shape[0], kwargs)
         decision = decide_layout(call, layout, self.merging, latent)
-        # Also before and after the steps that merge: what is noted tells images apart.
-        if decision.merges or (call.settings.active and call.ratio == 0):
+        if decision.merges:
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
             decision.left_alone = "attention is cached"

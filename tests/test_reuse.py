@@ -61,6 +61,18 @@ def test_all_blocks_can_be_left_out(name: str) -> None:
     assert_rounding(reused, computed, 1e-2)
 
 
+@pytest.mark.parametrize("name", ["flux", "ltx", "ltx2", "krea2", "joyimage", "cosmos"])
+def test_reuse_goes_with_autocast(name: str) -> None:
+    """Under which blocks of some models return another dtype than they get."""
+    dit = HOSTS[name]
+    model, inputs = dit.build(), dit.inputs()
+    tomesd.apply_patch(model, **REUSE, depth=(0.0, 1.0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        computed = dit.run(model, at_noise(dit, inputs, 0.9))
+        reused = dit.run(model, at_noise(dit, inputs, 0.9 - 1e-6))
+    assert_rounding(reused.float(), computed.float(), 5e-2)
+
+
 @pytest.mark.filterwarnings("error::tomesd.MergeWarning")
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_step_that_reuses_runs_no_inner_block(name: str) -> None:

@@ -142,7 +142,7 @@ def _make_patch(
     asked = Settings(**options)
     settings = part.settings(asked)
     timeline.check(settings)
-    return Patch(settings, asked, part.rooted, timeline, part.blocks, part.outline())
+    return Patch(settings, asked, part.rooted, timeline, part.outline())
 
 
 def _patches_in(found: list[FoundModel]) -> list[_Part]:

@@ -26,12 +26,16 @@ def never_traced(reason: str) -> Callable[[_Function], _Function]:
     """Makes the compiler leave its graph to call the function, where that is allowed.
 
     Args:
-        reason: what users read where it is not allowed, with `fullgraph=True`.
+        reason: what it needs that no graph has, for users who do not allow it (`fullgraph=True`).
     """
+    message = (
+        f"{reason}, which no graph can read. Compile in place, model.compile(fullgraph=True), or "
+        "call apply_patch after torch.compile"
+    )
 
     def mark(function: _Function) -> _Function:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
-        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = message  # type: ignore[attr-defined]
         return function
 
     return mark

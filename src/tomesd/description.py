@@ -272,7 +272,7 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     merged_flops = None if flops is None else count_flops(module, merging, inputs)
     if flops is None or merged_flops is None:
         merging, flops, merged_flops = decided, 0, 0
-    levels, counts = _levels(merging.decisions), (patch.blocks, flops, merged_flops)
+    levels, counts = _levels(merging.decisions), (found.blocks, flops, merged_flops)
     coarse = _coarse(found, Call(patch, settings, size, coarse=True), inputs)
     reused = _reused(found, patch, size, inputs) if flops > 0 else 0
     return Part(found.name, patch.settings, size, levels, *counts, merging.verdict, *coarse, reused)

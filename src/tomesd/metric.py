@@ -123,11 +123,7 @@ def recall_guidance(call: Call, latent: Tensor) -> None:
         latent: `[B, ..., H, W]`.
     """
     if _is_guided(call, latent):
-        shape = (latent.shape[0] // 2, *latent.shape[-2:])
-        times = call.times(shape[0])
-        assert times is not None
-        kept, times = call.patch.kept, times.reshape(-1)
-        note = kept.note("guidance", shape, torch.float32, latent.device, times)
+        note = _note(call, "guidance", latent.chunk(2)[0][:, 0].float())
         call.guided = note.value, note.is_from_step_before
 
 

@@ -50,9 +50,7 @@ def read_time(call: Call, timestep: Any, tokens: int, batch: int, obstacle: str 
 # The compiler compiles what follows for each answer, which comes as words because numbers that
 # change would become variables.
 @never_traced(
-    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse, coarse), which "
-    "no graph can read. Compile in place, model.compile(fullgraph=True), or call apply_patch after "
-    "torch.compile"
+    "what tomesd merges depends on the timestep (schedule, start, end, tau, reuse, coarse)"
 )
 def _read_time(
     patch: Patch, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str

@@ -16,7 +16,7 @@ def use_or_keep(call: Call, name: str, x: Tensor, y: Tensor) -> Tensor:
     """
     if call.reuses:
         return x + recall(call, name, x.shape, x)
-    keep(call, name, y - x)
+    keep(call, name, (y - x).to(x.dtype))  # under autocast, some blocks return another one
     return y
 
 

@@ -43,8 +43,6 @@ class Patch(Named):
     rooted: bool
     """Whether a model around the blocks notes image size and timestep."""
     timeline: Timeline = field(default_factory=Timeline)
-    blocks: int = 1
-    """Transformer blocks in the model."""
     outline: Outline = field(default_factory=Outline)
     """What the model does, for the rule `when="if_faster"`."""
     selector: Selector | None = None
@@ -70,7 +68,7 @@ class Patch(Named):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        own = (self.settings, self.asked, self.rooted, self.timeline, self.blocks, self.outline)
+        own = (self.settings, self.asked, self.rooted, self.timeline, self.outline)
         return Patch, own
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:

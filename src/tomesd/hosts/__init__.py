@@ -96,7 +96,7 @@ class FoundModel:
 
     @property
     def blocks(self) -> int:
-        """Transformer blocks in the model."""
+        """How many transformer blocks the model has."""
         return len(self._blocks)
 
     @property

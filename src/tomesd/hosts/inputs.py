@@ -10,6 +10,7 @@ from . import find_row
 from .arguments import ARGUMENTS, OF_UNETS, OWN
 from .example import Example, Rule
 from .layouts import LATENTS
+from .levels import LEVELLED
 from .names import class_names, is_comfy
 from .transformers import Transformer
 
@@ -66,10 +67,7 @@ def _inputs(example: Example, name: str, rules: dict[str, Rule]) -> Inputs:
 
 
 _DITS = ("DiTTransformer2DModel", "PixArtTransformer2DModel")
-_UNETS = (
-    *("UNet2DConditionModel", "UNetMotionModel", "UNet3DConditionModel"),
-    *("UNetSpatioTemporalConditionModel", "ControlNetModel"),
-)
+_UNETS = (*LEVELLED, "ControlNetModel")
 
 
 def _unet_inputs(example: Example, text: int | None) -> Inputs | None:

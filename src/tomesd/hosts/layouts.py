@@ -261,10 +261,7 @@ def from_ideogram4(module: Any, given: Given) -> Layout:
     return _layout_of(given["position_ids"], roles=given["indicator"])
 
 
-@never_traced(
-    "the positions of tokens are in img_ids, which no graph can read. Compile in place, "
-    "model.compile(fullgraph=True), or call apply_patch after torch.compile"
-)
+@never_traced("the positions of tokens are in img_ids")
 def _layout_of(ids: Tensor, tokens: int | None = None, roles: Tensor | None = None) -> Layout:
     """The layout of tokens with positions `[..., N, axes]`.
 

@@ -8,7 +8,7 @@ from torch import nn
 from ..regions import DeepBlock, DeepLayer, Role
 from .names import class_names
 
-_LEVELLED = (
+LEVELLED = (
     "UNet2DConditionModel",
     "UNetMotionModel",
     "UNet3DConditionModel",
@@ -19,7 +19,7 @@ _LEVELLED = (
 
 def has_levels(module: Any) -> bool:
     """Whether it is a UNet, of diffusers or ldm, with more than one level."""
-    if any(name in _LEVELLED for name in class_names(module)):
+    if any(name in LEVELLED for name in class_names(module)):
         return len(module.up_blocks) > 1
     if not hasattr(module, "output_blocks"):  # not even a UNet
         return False

@@ -22,23 +22,6 @@ from .backend import launch, load_fast, use_triton
 from .cells import Cells, Draw, draw_key, draw_offsets
 from .request import Clock, Lists, Request, flatten, list_members, opaque_operator
 
-__all__ = [
-    "Cells",
-    "Clock",
-    "Draw",
-    "Lists",
-    "Request",
-    "draw_key",
-    "draw_offsets",
-    "list_members",
-    "match_tokens",
-    "opaque_operator",
-    "slot_gather",
-    "slot_mean",
-    "slot_restore",
-    "use_triton",
-]
-
 
 @constant_when_traced  # an import cannot be traced
 def _define_triton_operators() -> bool:

@@ -23,21 +23,3 @@ from .layers import Layer, Norm, Projection
 from .model import Stack, TransformerRoot, UNetRoot
 from .role import Given, Role
 from .tokens import Along, Tokens
-
-__all__ = [
-    "Along",
-    "Block",
-    "Coarse",
-    "DeepBlock",
-    "DeepLayer",
-    "Given",
-    "Layer",
-    "Member",
-    "Norm",
-    "Projection",
-    "Role",
-    "Stack",
-    "Tokens",
-    "TransformerRoot",
-    "UNetRoot",
-]

@@ -245,10 +245,7 @@ class Stack(Role):
         scope = current_scope(patch)
         if scope is None:
             refuse_outside(patch, module)
-            scope = Scope(Call(patch, patch.settings, (h, w)))
-        # With gradients, checkpointing may run a block again on its own, so it must not depend on
-        # what another block has kept.
-        scope.call.apart = torch.is_grad_enabled()
+            scope = Scope(Call(patch, patch.settings, (h, w), apart=torch.is_grad_enabled()))
         blocks: Any = module.transformer_blocks
         heads = score_heads(blocks[0], self.attention, self.unfused)
         decision = decide(scope.call, (1, h, w), len(blocks), features, heads)

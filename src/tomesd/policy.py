@@ -29,7 +29,7 @@ Segments = dict[tuple[str, ...], tuple[Segment, ...]]
 _COARSE = "coarse"
 
 
-def read_time(call: Call, timestep: Any, tokens: int, batch: int, obstacle: str = "") -> None:
+def read_time(call: Call, timestep: Any, tokens: int, batch: int, obstacle: str) -> None:
     """Notes in a call what depends on its timestep: settings, ratio, and what the step does.
 
     Args:

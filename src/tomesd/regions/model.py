@@ -26,7 +26,7 @@ class _Root(Role):
     """Name of the parameter that takes the timestep."""
 
     def start_call(
-        self, patch: Patch, given: Given, size: Any, tokens: int, apart: bool, obstacle: str = ""
+        self, patch: Patch, given: Given, size: Any, tokens: int, apart: bool, obstacle: str
     ) -> Call:
         """Collects what is known about a call before any block runs.
 

@@ -241,6 +241,17 @@ def test_steps_are_told_apart_by_their_times() -> None:
     assert {enter(5, (3, 16)).partition(" ")[0] for _ in range(40)} == set("01234567")
 
 
+def test_nothing_is_reused_where_a_step_has_too_many_calls() -> None:
+    """As for the views of a panorama: what the ninth gave is not the first one's."""
+    steps, reused = Steps(), []
+    for time in (9, 8, 7, 6, 5):
+        calls = 9 if time > 6 else 2
+        for _ in range(calls):
+            steps.enter(time, 1 - time / 10, (1,))
+            reused.append(steps.moment(Settings(reuse=2, reuse_start=0.0)).reuses)
+    assert reused == [False] * (3 * 9 + 2) + [True] * 2
+
+
 @pytest.mark.parametrize(("count", "longest"), [(28, 3), (20, 3), (10, 1), (8, 1), (4, 0)])
 def test_results_are_used_for_a_part_of_the_way(count: int, longest: int) -> None:
     steps, run, runs = Steps(), 0, []
@@ -384,6 +395,25 @@ def test_only_one_size_is_kept() -> None:
     smaller = inputs | {"hidden_states": inputs["hidden_states"][..., :-4]}
     dit.run(model, at_noise(dit, smaller, 0.9))
     assert 0 < kept() < before
+
+
+@pytest.mark.parametrize("time", [0.9, 0.7])
+def test_an_image_that_fails_leaves_nothing_to_the_next(time: float) -> None:
+    dit = SUPPORTED["sd3"]
+    model = tomesd.apply_patch(dit.build(), **REUSE)
+    expected = run_steps(model, dit, TIMES)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    other = at_noise(dit, dit.inputs(seed=1), 0.9)
+    for spoiled in (other, at_noise(dit, dit.inputs(seed=1), time)):
+        handle = model.proj_out.register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            dit.run(model, spoiled)
+        handle.remove()
+        found = run_steps(model, dit, TIMES)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "zimage"])

@@ -17,7 +17,7 @@ from .segments import Segment, cut_grid, tokens_removed
 from .selectors import removable
 from .settings import Settings
 from .state import Call, Decision, Grid, Patch
-from .steps import Moment
+from .steps import MOST_CALLS, Moment
 
 _log = logging.getLogger("tomesd")
 _Answer = TypeVar("_Answer")
@@ -85,6 +85,11 @@ def _read_time(
         return ratio
     if resized:
         patch.kept.forget("reuse_")
+    if patch.steps.too_many:
+        patch.warn_once(
+            f"tomesd reuses nothing: the model is called more than {MOST_CALLS} times at one "
+            "timestep, so that it cannot tell which result belongs to which call"
+        )
     moment = patch.steps.moment(settings)
     return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from .settings import Settings
 
-_MOST_CALLS = 8
-"""At one time, for one image: more are other images, such as those of models that take one step."""
+MOST_CALLS = 8
+"""At one time that are told apart. More are other images, such as those of models that take one
+step, or parts of one, such as the views of a panorama."""
 
 _ROUNDING = 0.02
 """Of a part of the way: times may be of half precision."""
@@ -40,6 +41,8 @@ class Steps(threading.local):
     number: int = 0
     """Of the step in the image."""
     nth: int = 0
+    too_many: bool = False
+    """Whether there are more calls at this time than are told apart, so that nothing is reused."""
     ran: dict[int, tuple[int, float]] = field(default_factory=dict)
     """The last step that ran regions, and its progress, by the first, second ... call of a step."""
     begins: bool = True
@@ -50,7 +53,11 @@ class Steps(threading.local):
     def enter(self, time: float, progress: float, size: tuple[int, ...]) -> bool:
         """Notes the next call. Returns whether what was kept is of another size, and useless."""
         self.begins, resized, again = time > self.time, size != self.size, time == self.time
-        if self.begins or resized or (again and self.nth + 1 == _MOST_CALLS):
+        crowded = again and self.nth + 1 == MOST_CALLS
+        if self.too_many and not again:
+            self.ran = {}
+        self.too_many = crowded or (self.too_many and again)
+        if self.begins or resized or crowded:
             self.number, self.nth, self.ran, self.ends = 0, 0, {}, False
         elif again:
             self.nth += 1

@@ -13,7 +13,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    LCMScheduler,
+)
 from merging_dit import (
     SUPPORTED,
     assert_differs,
@@ -316,6 +321,18 @@ def test_the_last_step_is_known_by_the_length_of_steps(kind: str, count: int) ->
     assert not any(ends[:-4])
     if kind == "trailing":
         assert not any(ends[:-2])
+
+
+@pytest.mark.parametrize("count", [2, 4, 6, 8, 12])
+def test_the_last_step_is_known_where_steps_are_uneven(count: int) -> None:
+    scheduler = LCMScheduler()
+    timeline = find_timeline(SimpleNamespace(scheduler=scheduler))
+    scheduler.set_timesteps(count)
+    steps, ends = Steps(), []
+    for time in scheduler.timesteps.tolist():
+        steps.enter(time, timeline.progress(time, 4096), (1, 4096))
+        ends.append(steps.ends)
+    assert ends == [False] * (count - 1) + [True]
 
 
 def run_steps(model: Any, dit: Any, times: tuple[float, ...], seed: int = 0) -> list[Tensor]:

@@ -12,6 +12,9 @@ step, or parts of one, such as the views of a panorama."""
 _ROUNDING = 0.02
 """Of a part of the way: times may be of half precision."""
 
+_LONGER = 1.3
+"""How many times as long as the one before it the last step may be: few steps of LCM are uneven."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -37,7 +40,8 @@ class Steps(threading.local):
     progress: float = 0.0
     """Of the last call, 0 (noise) to 1 (image)."""
     ends: bool = False
-    """Whether another step as long as the last one would be past the image."""
+    """Whether this may be the last step: another one, a little longer than the one before, would be
+    past the image."""
     number: int = 0
     """Of the step in the image."""
     nth: int = 0
@@ -64,7 +68,7 @@ class Steps(threading.local):
         else:
             self.number, self.nth = self.number + 1, 0
             length = progress - self.progress
-            self.ends = progress + (1 + _ROUNDING) * length >= 1
+            self.ends = progress + _LONGER * length >= 1
         self.time, self.progress, self.size = time, progress, size
         return resized
 

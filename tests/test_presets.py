@@ -10,7 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zoo_diffusers import HOSTS
+from zoo_dit import DITS
 
+import tomesd
+from tomesd.patch import patch_of
 from tomesd.presets import MERGING_PRESETS, PRESETS, changed, load, preset, save
 from tomesd.settings import Settings
 
@@ -133,3 +137,22 @@ def test_presets_are_settings_that_say_no_more_than_they_change(kind: Any) -> No
         assert preset(name, kind)["ratio"] != 0.9
     with pytest.raises(ValueError, match="preset='best': must be one of 'quality', 'balanced'"):
         preset("best")
+
+
+@pytest.mark.parametrize("build", [HOSTS["sd1"].build, DITS["flux"].build])
+def test_what_is_given_says_how_a_preset_reuses(build: Any) -> None:
+    model = build()
+
+    def settings(name: Any, **options: Any) -> Settings:
+        patch = patch_of(tomesd.apply_patch(model, preset=name, **options))
+        assert patch is not None
+        return patch.settings
+
+    assert settings("fast", reuse_start=0.4).reuse_start == 0.4
+    assert settings("fast", reuse_within=None, extrapolate=True).extrapolate
+    assert settings("balanced", reuse_end=5).reuse_end == 5
+    # Without steps to leave out, what the preset says on how to leave them out goes too.
+    none = settings("balanced", reuse=None)
+    assert none.reuse is None and none.reuse_within is none.reuse_end is None
+    with pytest.raises(ValueError, match=r"reuse_start=0\.4: needs reuse"):
+        settings("fast", reuse=None, reuse_start=0.4)

@@ -286,13 +286,16 @@ def test_progress_of_a_flow_is_the_share_of_its_steps(scheduler: Any, tokens: in
     assert found == pytest.approx([k / steps for k in range(steps)], abs=0.06)
 
 
-@pytest.mark.parametrize("options", [{"start": 0.5}, {"schedule": [0.5, 0.2]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"start": 0.5}, {"schedule": [0.5, 0.2]}, {"preset": "fast"}], ids=str
+)
 def test_timesteps_that_are_no_count_are_refused(options: dict[str, Any]) -> None:
     pipe = make_sd_pipeline()
     config = {"timestep_type": "continuous", "prediction_type": "v_prediction"}
     pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config, **config)
-    with pytest.raises(ValueError, match="need timesteps that count down to 0"):
+    with pytest.raises(ValueError, match="need timesteps that count down to 0") as caught:
         tomesd.apply_patch(pipe, **options)
+    assert next(iter(options)) in str(caught.value)
     assert patch_of(pipe.unet) is None
     tomesd.apply_patch(pipe, 0.5)
 

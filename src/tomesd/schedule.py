@@ -53,8 +53,8 @@ class Timeline:
         """Refuses settings that need to know more."""
         if settings.changes and self.noise is None:
             raise ValueError(
-                "schedule, start, end, tau, coarse: need timesteps that count down to 0, and the "
-                "model's scheduler gives others"
+                "schedule, start, end, tau, reuse, coarse, and presets that set them: need "
+                "timesteps that count down to 0, and the model's scheduler gives others"
             )
         if settings.tau is not None and self.shares is None and not self.flow:
             raise ValueError(

@@ -39,6 +39,13 @@ class Merging:
         with self.prepare(executor.class_obj).merging():
             return executor(*args, **kwargs)
 
+    def begin(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around the making of an image. One that was cancelled may have left its results."""
+        if self._found is not None:
+            for _, patch in self._found[-1].parts:
+                patch.steps.restart()
+        return executor(*args, **kwargs)
+
     def prepare(self, model: Any) -> Prepared:
         """The changes to make in a model; found again if nodes have replaced its parts."""
         parts = model.diffusion_model, model.model_sampling
@@ -60,8 +67,12 @@ def merge_tokens(model: Any, options: dict[str, Any], preset: str = "none") -> A
     _, patch = merging.prepare(model.model).parts[0]
     patch.asked.warn_if_capped()
     clone = model.clone()
-    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, merging)
+    for kind, wrapper in (
+        (WrappersMP.APPLY_MODEL, merging),
+        (WrappersMP.OUTER_SAMPLE, merging.begin),
+    ):
+        clone.remove_wrappers_with_key(kind, KEY)
+        clone.add_wrapper_with_key(kind, KEY, wrapper)
     return clone
 
 

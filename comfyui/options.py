@@ -40,8 +40,8 @@ _MORE = (
 _DEPTH = ("depth_from", "depth_to")
 _YES_NO = ("yes", "no")
 _PRESET = (
-    "Settings with measured speed and quality: UNets merge tokens, and transformers skip parts of "
-    "some steps. Options that are set take precedence."
+    "Settings with measured speed and quality. They skip parts of some steps. Options that are set "
+    "take precedence."
 )
 
 Input = tuple[Any, dict[str, Any]]

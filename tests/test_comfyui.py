@@ -306,10 +306,10 @@ def flux(nodes: dict[str, Any]) -> Any:
 
 
 @torch.inference_mode()
-def sample(nodes: dict[str, Any], model: Any, steps: int = 2) -> Tensor:
+def sample(nodes: dict[str, Any], model: Any, steps: int = 2, seed: int = 0) -> Tensor:
     texts = [nodes["RandomConditioning"](seed, 16, 12)[0] for seed in (1, 2)]
     empty = {"samples": torch.zeros(1, 16, 16, 24)}
-    (made,) = nodes["KSampler"](model, 0, steps, 2.0, "euler", "simple", *texts, empty)
+    (made,) = nodes["KSampler"](model, seed, steps, 2.0, "euler", "simple", *texts, empty)
     return made["samples"]
 
 
@@ -355,6 +355,24 @@ def test_an_interrupted_run_leaves_nothing_behind(nodes: dict[str, Any], flux: A
     handle.remove()
     assert seen == [True] and classes(flux) == before
     assert torch.equal(sample(nodes, flux), plain)
+
+
+def test_a_cancelled_image_leaves_nothing_to_the_next(nodes: dict[str, Any], flux: Any) -> None:
+    (more,) = nodes["TomesdMoreOptions"](reuse=2, reuse_start=0.0)
+    (merged,) = nodes["TomesdTokenMerging"](flux, ratio=0.0, settings=more)
+    image, utils = sample(nodes, merged, steps=4), comfy_app.module("comfy.utils")
+    assert_differs(image, sample(nodes, flux, steps=4))
+
+    def cancel(*_: Any, **__: Any) -> None:
+        raise InterruptedError
+
+    utils.set_progress_bar_global_hook(cancel)  # between two steps, as the server does it
+    try:
+        with pytest.raises(InterruptedError):
+            sample(nodes, merged, steps=4, seed=1)
+    finally:
+        utils.set_progress_bar_global_hook(None)
+    assert torch.equal(sample(nodes, merged, steps=4), image)
 
 
 def test_blocks_that_other_nodes_replace(nodes: dict[str, Any], flux: Any) -> None:

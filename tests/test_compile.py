@@ -160,6 +160,24 @@ def test_compiled_before_the_patch(
     assert_same(host.run(compiled), plain)
 
 
+def test_time_is_read_outside_the_graph_of_a_wrapper() -> None:
+    """As with `pipe.unet = torch.compile(pipe.unet, fullgraph=True)`, and then the patch."""
+
+    def run(model: Any) -> list[torch.Tensor]:
+        return [SD1.run(model, timestep=time) for time in (900, 100)]
+
+    merged = SD1.run(tomesd.apply_patch(make_tiny_sd1(), 0.5), timestep=900)
+    plain = run(make_tiny_sd1())
+    compiled = torch.compile(make_tiny_sd1(), fullgraph=True, backend="eager")
+    tomesd.apply_patch(compiled, 0.5, end=0.5)
+    early, late = run(compiled)
+    assert_same(early, merged)
+    assert_same(late, plain[1])
+    assert_differs(early, plain[0])
+    tomesd.remove_patch(compiled)
+    assert_same(run(compiled)[0], plain[0])
+
+
 @pytest.mark.parametrize("order", ["compile, patch", "compile, run, patch", "patch, compile"])
 def test_repeated_blocks(order: str) -> None:
     """Regional compilation finds its blocks by class name and runs outside the root's trace."""

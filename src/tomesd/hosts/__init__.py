@@ -88,10 +88,11 @@ class FoundModel:
     def sites(self, settings: Settings) -> list[Site]:
         """The modules to patch, with their roles. One with two roles appears twice, inner first."""
         if self.row is None:
-            return list(unets.sites(self.module, settings, self.rooted))
-        sites = list(self.row.sites(self.module, settings))
+            sites = list(unets.sites(self.module, settings, self.rooted))
+        else:
+            sites = list(self.row.sites(self.module, settings))
         if self.wrapper is not None:
-            sites.append((self.wrapper, sites[-1][1]))
+            sites.append((self.wrapper, sites[-1][1]))  # the root comes last
         return sites
 
     @property
@@ -173,19 +174,20 @@ def find_modules(model: Any) -> dict[str, nn.Module]:
 def _models(name: str, module: nn.Module) -> Iterator[FoundModel]:
     compiled = "OptimizedModule" in class_names(module)
     inner: Any = module._orig_mod if compiled else module
+    wrapper = module if compiled else None
     row = find_row(inner)
     if row is not None:
         if row.reason:
             raise UnsupportedModelError(f"tomesd cannot merge tokens in {row.name}: {row.reason}")
-        yield FoundModel(name, inner, True, row, module if compiled else None)
+        yield FoundModel(name, inner, True, row, wrapper)
         return
     if unets.is_block(module):
         yield FoundModel(name, module, False)
         return
     if not any(unets.is_stack(m) or find_row(m) is not None for m in module.modules()):
         return
-    if unets.is_root(module) and not _holds_transformer(module):
-        yield FoundModel(name, module, True)
+    if unets.is_root(inner) and not _holds_transformer(inner):
+        yield FoundModel(name, inner, True, wrapper=wrapper)
     elif unets.is_stack(module):
         yield FoundModel(name, module, False)
     else:  # a wrapper: the model is among its children

@@ -156,7 +156,7 @@ def test_bad_sizes_are_named(bad) -> None:
             tomesd.describe(model, **{name: bad})
 
 
-@pytest.mark.parametrize("name", ["num_frames", "steps"])
+@pytest.mark.parametrize("name", ["num_frames", "steps", "batch"])
 @pytest.mark.parametrize("bad", [0, -1, 2.0, True])
 def test_bad_numbers_are_named(name: str, bad: Any) -> None:
     with pytest.raises(ValueError, match=f"{name}={bad!r}: must be an int of at least 1"):

@@ -183,6 +183,7 @@ def describe(
         batch: of one call of the model; guidance runs conditional and unconditional as 2.
         inputs: keyword arguments of the model's forward, for models whose inputs we cannot make up.
     """
+    _check_count("batch", batch, 1)
     size, frames = _latent_size(model, height, width), _latent_frames(model, num_frames)
     found = [part for part in find_models(model) if part.rooted]
     if not found:

@@ -89,6 +89,7 @@ def test_show_draws_a_map(model: str, tmp_path: Path, source: str, capsys) -> No
         (["generate", "--prompt", "x", "--ratio", "1.5"], "ratio=1.5"),
         (["generate", "--prompt", "x", "--max-downsample", "3"], "max_downsample=3"),
         (["generate", "--prompt", "x", "--images", "0"], "images=0"),
+        (["generate", "--prompt", "x", "--strength", "0.9"], "strength=0.9: needs --hires"),
         (["generate", "--prompt", "x", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (["generate", "--prompt", "x", "--model", "./nowhere"], "no such model: ./nowhere"),
         (["generate", "--prompt", "x", "--model", "nowhere.safetensors"], "no such file"),

@@ -47,6 +47,8 @@ class Generate:
         prompts = self._prompts()
         if self.images < 1:
             raise ValueError(f"images={self.images}: must be at least 1")
+        if self.hires is None and self.strength != Generate.strength:
+            raise ValueError(f"strength={self.strength:g}: needs --hires")
         check_writable(self.out, folder=True)
         from ..generation import save_image
         from ..generation.loading import preset_traits

@@ -51,8 +51,9 @@ def check_kernels(device: torch.device) -> None:
         name = f"{dtype}, {channels} channels, {cells}"
         x = random(2, cells.tokens, channels, dtype=dtype, device=device)
         remove = cells.removable(0.5)
-        # The timestep may lie anywhere in a list.
-        times = [TIMES.to(device)[run % 2 :][:1] for run in range(5)]
+        # The timestep may lie anywhere in a list, or be expanded to the batch.
+        times = [TIMES.to(device)[run % 2 :][:1] for run in range(4)]
+        times.append(torch.tensor([500.0, 1.0], device=device)[:1].expand(2))
         plan, *others = (
             bipartite(x, cells, remove, backend="triton", timestep=time, key=KEY) for time in times
         )

@@ -107,6 +107,17 @@ def test_draws_are_those_of_the_reference(timestep, most):
 
 
 @pytest.mark.parametrize("most", [128, 0])
+@pytest.mark.parametrize("step", [0, 2])
+def test_draws_at_times_that_do_not_lie_side_by_side(step, most):
+    """Samplers expand one time to a batch, or take every other one of a list."""
+    times = torch.tensor([500.0, 400.0, 300.0, 200.0, 100.0]).as_strided((3,), (step,))
+    metric = torch.randn(3, 9 * 12, 8, generator=torch.Generator().manual_seed(2))
+    drawn = {"timestep": times, "key": draw_key(7, 4)}
+    with largest_window(most):
+        assert_same_plan(*both(metric, Cells.of(9, 12, 2, 3), 40, **drawn))
+
+
+@pytest.mark.parametrize("most", [128, 0])
 def test_zero_huge_infinite_and_nan_tokens_match_nothing(most):
     metric = torch.randn(2, 36, 8, generator=torch.Generator().manual_seed(0))
     metric[0, :5] = 0

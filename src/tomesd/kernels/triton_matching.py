@@ -44,7 +44,8 @@ def match_tokens(
     """See `kernels.match_tokens`; `wrap_triton`: see `triton_launch`."""
     metric, cells, clock = metric.contiguous(), request.cells, request.clock
     timestep = request.draw.timestep
-    timestep = metric.new_zeros(1) if timestep is None else timestep.reshape(-1)
+    # Kernels read times that lie side by side. Those that a sampler expanded to a batch do not.
+    timestep = metric.new_zeros(1) if timestep is None else timestep.reshape(-1).contiguous()
     if clock is not None:
         times = int(timestep.shape[0])
         wrap_triton(_tick)[(1,)](

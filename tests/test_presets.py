@@ -1,6 +1,7 @@
 """Settings in files and by name: what is written comes back, and what is wrong is said."""
 
 import json
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from zoo_dit import DITS
 
 import tomesd
 from tomesd.patch import patch_of
-from tomesd.presets import MERGING_PRESETS, PRESETS, changed, load, preset, save
-from tomesd.settings import Settings
+from tomesd.presets import MERGING_PRESETS, PRESETS, changed, combined, load, preset, save
+from tomesd.settings import MergeWarning, Settings
 
 RATIO = st.floats(0, 1)
 OPTIONS = st.fixed_dictionaries(
@@ -156,3 +157,21 @@ def test_what_is_given_says_how_a_preset_reuses(build: Any) -> None:
     assert none.reuse is None and none.reuse_within is none.reuse_end is None
     with pytest.raises(ValueError, match=r"reuse_start=0\.4: needs reuse"):
         settings("fast", reuse=None, reuse_start=0.4)
+
+
+@pytest.mark.parametrize("build", [HOSTS["sd1"].build, DITS["flux"].build])
+def test_options_of_merging_beside_a_preset_that_merges_nothing_are_named(build: Any) -> None:
+    model = build()
+    with pytest.warns(MergeWarning, match=r"end=0\.3 changes nothing: .* give a ratio too"):
+        tomesd.apply_patch(model, preset="fast", end=0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tomesd.apply_patch(model, preset="fast", end=0.3, ratio=0.5)
+        tomesd.apply_patch(model, preset="fast", schedule=[0.5, 0.0], window=0)
+        tomesd.apply_patch(model, preset="fast", reuse_start=0.5, window=None)
+
+
+def test_fewer_steps_from_the_start_are_not_more_at_the_end() -> None:
+    options = combined(PRESETS["transformer"]["balanced"], {"reuse": 10})
+    assert Settings(**options).reuse_every(1.0) == Settings(**options).reuse_every(0.3) == 10
+    assert combined(PRESETS["transformer"]["balanced"], {"reuse": 3})["reuse_end"] == 8

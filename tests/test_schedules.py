@@ -103,8 +103,10 @@ def test_lists_and_functions() -> None:
         0.4,
     ]
     assert ratio_at(0, Settings(schedule=lambda p: 0.25 + p / 2), NOISE) == 0.75
-    with pytest.raises(ValueError, match=r"schedule\(1\) = 2.0: must be between 0 and 1"):
-        ratio_at(0, Settings(schedule=lambda p: 2 * p), NOISE)
+    with pytest.raises(ValueError, match=r"schedule\(1\) = 2: must be a number between 0 and 1"):
+        ratio_at(0, Settings(schedule=lambda p: 2), NOISE)
+    with pytest.raises(ValueError, match=r"schedule\(1\) = 'half': must be a number"):
+        ratio_at(0, Settings(schedule=lambda p: "half"), NOISE)
 
 
 def test_ranges_and_thresholds() -> None:

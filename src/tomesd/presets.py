@@ -3,6 +3,7 @@
 import json
 import numbers
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from .allowed import AnyTensor
 from .files import write_text
-from .settings import Settings
+from .settings import MergeWarning, Settings
 
 FORMAT = 1
 
@@ -50,6 +51,16 @@ MERGING_PRESETS: dict[str, dict[str, Any]] = {
 """What presets do instead where no step can be left out: in UNets of one level, and in parts of
 models."""
 
+_RATIOS = {"ratio", "level_ratios", "schedule"}
+"""Each of them makes tokens merge where a preset merges none."""
+
+_OF_MERGING = {
+    *("max_downsample", "sx", "sy", "st", "use_rand", "window", "share", "refresh"),
+    *("merge_attn", "merge_crossattn", "merge_mlp", "proportional", "protect"),
+    *("selector", "metric", "reference_ratio", "start", "end", "tau"),
+}
+"""Options that change nothing where no tokens merge."""
+
 BEST: dict[Kind, Preset] = {"unet": "fast", "transformer": "balanced"}
 """The preset that `apply_patch` takes if no option is given, by kind of model."""
 
@@ -73,10 +84,23 @@ def preset(
 def combined(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a preset or a file, and those that win over them.
 
-    Where no step is to be left out, which ones `base` would leave out means nothing.
+    Of `base`, what the others take the meaning from is dropped: which steps it would leave out if
+    none is to be, and how many at the end if more are at the start.
     """
-    if given.get("reuse", ...) is None:
+    base, reuse = dict(base), given.get("reuse", ...)
+    if reuse is None:
         base = {name: value for name, value in base.items() if not name.startswith("reuse")}
+    elif isinstance(reuse, int) and reuse > base.get("reuse_end", reuse):
+        del base["reuse_end"]
+    if base.get("ratio") == 0 and given.keys().isdisjoint(_RATIOS):
+        for name in _OF_MERGING & given.keys():
+            if _differs(given[name], getattr(Settings, name)):
+                warnings.warn(
+                    f"{name}={given[name]!r} changes nothing: it says how to merge tokens, and the "
+                    "preset or file beside it merges none; give a ratio too",
+                    MergeWarning,
+                    stacklevel=2,
+                )
     return {**base, **given}
 
 

@@ -1,6 +1,7 @@
 """How the ratio changes while an image is made: from the timestep, and nothing that is counted."""
 
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -153,10 +154,10 @@ def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 
         return round(ratio * _TWENTIETH) / _TWENTIETH
     if not callable(schedule):
         return stage_at(progress, settings)[1]
-    ratio = float(schedule(progress))
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"schedule({progress:g}) = {ratio!r}: must be between 0 and 1")
-    return ratio
+    ratio = schedule(progress)
+    if not isinstance(ratio, numbers.Real) or not 0 <= ratio <= 1:
+        raise ValueError(f"schedule({progress:g}) = {ratio!r}: must be a number between 0 and 1")
+    return float(ratio)
 
 
 def stage_at(progress: float, settings: Settings) -> tuple[str, float]:

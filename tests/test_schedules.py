@@ -18,6 +18,7 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 from hypothesis import given
 from hypothesis import strategies as st
 from merging_dit import SUPPORTED, at_steps_left
@@ -33,7 +34,7 @@ from tomesd.hosts.unets import DEFAULTS
 from tomesd.kernels import Cells
 from tomesd.metric import angle_to_mean, mask_on_grid
 from tomesd.patch import patch_of
-from tomesd.schedule import Timeline, ratio_at
+from tomesd.schedule import LinearQuadratic, Timeline, ratio_at
 from tomesd.selectors import bipartite
 from tomesd.settings import Settings
 
@@ -286,6 +287,13 @@ def test_progress_of_a_flow_is_the_share_of_its_steps(scheduler: Any, tokens: in
     timeline = replace(find_timeline(SimpleNamespace(scheduler=scheduler)), noise=1000.0, flow=True)
     found = [timeline.progress(float(time), tokens) for time in scheduler.timesteps]
     assert found == pytest.approx([k / steps for k in range(steps)], abs=0.06)
+
+
+@pytest.mark.parametrize("steps", [4, 28, 64])
+def test_progress_of_mochi_is_the_share_of_its_steps(steps: int) -> None:
+    levels = linear_quadratic_schedule(steps, 0.025)
+    found = [1 - LinearQuadratic().steps_left(float(level), 1024) for level in levels]
+    assert found == pytest.approx([k / steps for k in range(steps)])
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,11 @@ class Settings:
         varies = self.schedule is not None or self.tau is not None or self.span != (0, 1)
         return varies or self.reuse is not None or bool(self.coarse)
 
+    def may_merge(self, progress: float) -> bool:
+        """Whether `start` and `end` let tokens merge at a progress, 0 (noise) to 1 (image)."""
+        start, end = self.span
+        return start - _ROUNDING <= progress <= end + _ROUNDING
+
     def may_reuse(self, progress: float) -> bool:
         """Whether steps may be left out at a progress, 0 (noise) to 1 (image)."""
         return progress >= (self.reuse_start or 0.0) - _ROUNDING

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..outline import Outline, outline_blocks, outline_model
 from ..regions import Role
-from ..schedule import Timeline
+from ..schedule import Shift, Timeline
 from ..settings import Settings
 from . import transformers, unets
 from .names import class_names, is_comfy
@@ -76,14 +76,18 @@ class FoundModel:
         """The timeline of its timesteps: the row's, or else the scheduler's.
 
         A flow timeline from the scheduler takes precedence: it is ComfyUI's, where nodes can change
-        it. The shift is the scheduler's too, unless it grows with the image, and the row knows how.
+        it. The shift is the scheduler's too, unless the row knows how it grows with the image, or
+        that the pipeline spaces steps by itself.
         """
         known = self.row.timeline if self.row is not None else None
         known = known(self.module) if callable(known) else known
         if known is None or of_scheduler.flow:
             return of_scheduler
-        own = known.shift.growth is not None and of_scheduler.shift.growth is not None
-        return known if own else replace(known, shift=of_scheduler.shift)
+        shift, given = known.shift, of_scheduler.shift
+        if isinstance(shift, Shift) and isinstance(given, Shift):
+            own = shift.growth is not None and given.growth is not None
+            return known if own else replace(known, shift=given)
+        return known
 
     def sites(self, settings: Settings) -> list[Site]:
         """The modules to patch, with their roles. One with two roles appears twice, inner first."""

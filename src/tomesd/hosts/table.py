@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from ..regions import Along, Coarse
-from ..schedule import Shift, Timeline
+from ..schedule import LinearQuadratic, Shift, Timeline
 from . import layouts as at
 from .transformers import Blocks, Transformer
 
@@ -16,7 +16,7 @@ from .transformers import Blocks, Transformer
 _SIGMAS = Timeline(1.0, flow=True)
 _THOUSAND = Timeline(1000.0, flow=True)
 _RISING = Timeline(0.0, 1.0, flow=True)
-_TO_THOUSAND = Timeline(0.0, 1000.0, flow=True)
+_MOCHI = Timeline(0.0, 1000.0, flow=True, shift=LinearQuadratic())
 # Of rectified flows whose models are told the share of the steps, and not the level of the noise.
 _STEPS = Timeline(1000.0)
 
@@ -405,7 +405,7 @@ _VIDEOS = (
         at.from_ltx2,
         text=1024,
     ),
-    _video("Mochi", _dual(_IMAGE_ROWS), timeline=_TO_THOUSAND, text=256),
+    _video("Mochi", _dual(_IMAGE_ROWS), timeline=_MOCHI, text=256),
     _video("EasyAnimate", _dual(_IMAGE_ROWS), text=256),
     _video("Allegro", _list(_FIRST, _of_image(_ROPE, parts=(1,)), refused=(_MASK,)), timeline=None),
     _video(

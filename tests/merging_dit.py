@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 from torch import Tensor, nn
 from zoo_dit import DITS, ROWS, Dit, largest_time
 
@@ -136,5 +137,8 @@ def at_noise(dit: Dit, inputs: dict[str, Any], noise: float) -> dict[str, Any]:
 
 def at_steps_left(dit: Dit, inputs: dict[str, Any], share: float) -> dict[str, Any]:
     """The inputs at a time at which a share of the steps is left, for a shift of 3."""
+    if dit.kind.startswith("Mochi"):
+        levels = [*linear_quadratic_schedule(1000, 0.025), 0.0]
+        return at_noise(dit, inputs, levels[round(1000 * (1 - share))])
     flow = ROWS[dit.kind].flow
     return at_noise(dit, inputs, 3 * share / (1 + 2 * share) if flow else share)

@@ -214,6 +214,21 @@ def test_nothing_in_a_reference_merges_into_the_picture() -> None:
     assert not set(slots[:24].tolist()) & set(slots[24:].tolist())
 
 
+@pytest.mark.parametrize(("ratio", "window", "own"), [(0.75, None, True), (0.75, 8, False)])
+def test_where_most_tokens_go_they_merge_within_their_cell(
+    ratio: float, window: int | None, own: bool
+) -> None:
+    model, plans = patched_model(SUPPORTED["flux"], ratio, window=window), []
+    patch_of(model).observer = lambda scope, block, plan: plans.append(plan)
+    SUPPORTED["flux"].run(model, SUPPORTED["flux"].inputs())
+    row, column = torch.arange(24) // 4, torch.arange(24) % 4
+    cell = 2 * (row // 2) + column // 2
+    slots = plans[0].slot
+    assert slots.shape[1] == 24 and slots.max() == 5
+    cells_of_slots = [len(cell[slots[0] == slot].unique()) for slot in range(6)]
+    assert (max(cells_of_slots) == 1) == own
+
+
 @pytest.mark.parametrize(
     ("name", "before", "frames", "after"),
     [

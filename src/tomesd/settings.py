@@ -76,7 +76,8 @@ class Settings:
     window: int | None = None
     """Side of the square, in tokens, in which each token looks for similar ones. Larger squares
     cost more, and merge what is far apart. 0 is the whole image, as in the paper. `None` takes 8
-    for ratios up to two thirds of the cap (0.5), and 64 above."""
+    for ratios up to two thirds of the cap (0.5); above, 64 on UNets, and the cells on
+    transformers."""
 
     share: Share | None = None
     """Where a plan, which says what tokens belong together, is used: in one `block`, as in the
@@ -255,7 +256,12 @@ class Settings:
         """Least side of the windows, 0 for one of them."""
         if self.window is not None:
             return self.window
-        return 8 if 3 * self.ratio <= 2 * self.ratio_cap else 64
+        return 64 if self.is_near_cap else 8
+
+    @property
+    def is_near_cap(self) -> bool:
+        """Whether so many tokens go that most of them have to, like each other or not."""
+        return 3 * self.ratio > 2 * self.ratio_cap
 
     @property
     def whole_blocks(self) -> bool:

@@ -70,7 +70,9 @@ class FoundModel:
         self.row.check_options(asked)
         unets.check_reuse(asked, self.row.name)
         metric = "clean" if self.row.flow else "input"
-        return asked.filled(**transformers.DEFAULTS, metric=metric)
+        # Tokens that have to merge with others do the least harm in those beside them.
+        window = max(asked.sy, asked.sx) if asked.is_near_cap else None
+        return asked.filled(**transformers.DEFAULTS, metric=metric, window=window)
 
     def timeline(self, of_scheduler: Timeline) -> Timeline:
         """The timeline of its timesteps: the row's, or else the scheduler's.

@@ -107,10 +107,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
         _pixart(2048, 2048, **_ATTENTION),
         _pixart(2048, 2048, **_KEYS),
     ),
-    "images": (
-        _flux(1024, 1024, steps=28, once=True),
-        _qwen(1328, 1328, steps=28, once=True),
-    ),
+    "images": (_flux(1024, 1024, steps=28, once=True), _qwen(1328, 1328, steps=28, once=True)),
     # The host waits for the timestep in each call, if what is merged depends on it.
     "time": (_flux(1024, 1024, options={"end": 0.999}, note="timestep read"),),
 }

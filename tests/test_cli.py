@@ -76,8 +76,10 @@ def test_show_draws_a_map(model: str, tmp_path: Path, source: str, capsys) -> No
     with Image.open(out) as image:
         assert image.width % side == 0
         one = image.width
-    assert run([*words, "--overwrite"]) == 0  # an early, a middle and a late step
-    assert capsys.readouterr().out.count(f": {side * side // 2} of {side * side} tokens") == 3
+    for steps in (1, 3):  # an early, a middle and a late one, each of them once
+        assert run([*words, "--overwrite", "--steps", str(steps)]) == 0
+        told = capsys.readouterr().out.count(f": {side * side // 2} of {side * side} tokens")
+        assert told == steps
     with Image.open(out) as image:
         assert image.width > 4 * one
 
@@ -103,6 +105,10 @@ def test_show_draws_a_map(model: str, tmp_path: Path, source: str, capsys) -> No
         (["show", "--image", "nowhere.png"], "nowhere.png"),
         (["show", "--prompt", "x", "--step", "30"], "step=30"),
         (["show", "--prompt", "x", "--model", "MODEL", "--steps", "1", "--level", "4"], "level=4"),
+        (
+            ["show", "--prompt", "x", "--model", "MODEL", "--steps", "1", "--preset", "fast"],
+            "with so many steps, nothing is merged, made coarse or reused",
+        ),
         (["demo", "--ratios", "0.5", "2"], "ratio=2"),
     ],
 )

@@ -163,7 +163,10 @@ def map_at(steps: Sequence[StepMaps], number: int, level: int | None = None) -> 
         level: downsampling of the blocks; the finest that is merged at any step, if None.
     """
     if all(step.plain for step in steps):
-        raise ValueError("nothing is merged with these options at this size")
+        raise ValueError(
+            "with these options, at this size and with so many steps, nothing is merged, made "
+            "coarse or reused"
+        )
     found = [map for step in steps for map in step.maps]
     found = found or [step.finest for step in steps if step.finest is not None]
     levels = sorted({map.downsample for map in found})
@@ -188,8 +191,8 @@ def map_title(map: MergeMap, step: int) -> str:
 
 
 def three_steps(steps: int) -> tuple[int, ...]:
-    """An early, a middle and a late one, from 0."""
-    return tuple(round(share * (steps - 1)) for share in (0.1, 0.5, 0.9))
+    """An early, a middle and a late one, from 0; fewer of fewer steps."""
+    return tuple(dict.fromkeys(round(share * (steps - 1)) for share in (0.1, 0.5, 0.9)))
 
 
 def map_of_image(

@@ -283,7 +283,7 @@ def _memory_needed(
         for window in (8, 0):
             cells, plan = Cells.of(32, 32, 2, 2, window), MergePlan.identity(1, 1024, CPU)
             x = torch.zeros(1, 1024, 64, dtype=dtype)
-            triton_matching.match_tokens(x, Request(cells, 512), plan.lists, Compiled)
+            triton_matching.match_tokens(x, Request(cells, 512, Draw()), plan.lists, Compiled)
     return found
 
 

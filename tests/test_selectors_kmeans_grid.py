@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tomesd
 from tomesd import kernels, selectors
-from tomesd.kernels import Cells, Request, draw_key, list_members, reference
+from tomesd.kernels import Cells, Draw, Request, draw_key, list_members, reference
 from tomesd.plan import MergePlan
 from tomesd.selectors import SELECTORS, KMeans, cluster, grid, kmeans
 
@@ -374,7 +374,7 @@ def test_fixed_plans_are_those_that_depend_on_shapes_alone(problem):
         if selector.fixed:
             assert torch.equal(plans[0].slot, plans[1].slot)
             written = MergePlan.empty(*metric.shape[:2], cells.tokens - remove, CPU, False)
-            selector.write(written, metric, Request(cells, remove))
+            selector.write(written, metric, Request(cells, remove, Draw()))
             assert torch.equal(written.slot, plans[0].slot) and written.shared
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import constant_when_traced
-from .cells import Cells
+from .cells import Cells, Draw
 from .request import Lists, Request
 
 # The compute capability that NVIDIA's GPUs need for each dtype.
@@ -89,7 +89,7 @@ def _try(device: torch.device, dtype: torch.dtype) -> bool:
     lists = Lists.empty(1, 16, 8, device)
     try:
         fast = load_fast()
-        launch(fast.match_tokens, metric, Request(Cells(4, 4, 2, 2), 8), lists)
+        launch(fast.match_tokens, metric, Request(Cells(4, 4, 2, 2), 8, Draw()), lists)
         launch(fast.slot_mean, metric, lists).cpu()
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "")

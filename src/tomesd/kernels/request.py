@@ -73,9 +73,6 @@ class Clock:
         return fresh
 
 
-_NOTHING_DRAWN = Draw()
-
-
 @dataclass(frozen=True)
 class Request:
     """The plan that is wanted."""
@@ -83,8 +80,8 @@ class Request:
     cells: Cells
     remove: int
     """Tokens to remove: at most `cells.sources`."""
-    draw: Draw = _NOTHING_DRAWN
-    """The destinations."""
+    draw: Draw
+    """The destinations. No default: PyTorch 2.11 compiles nothing that has a dataclass for one."""
     clock: Clock | None = None
     """Of a plan that is kept: it stays as it is while it is fresh."""
 

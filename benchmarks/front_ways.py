@@ -70,6 +70,8 @@ def cheaper(share: float = FEW, *, steps: float = 1.0, **options: Any) -> Way:
 
 ALL: Options = {"depth": (0.0, 1.0)}
 """Every block is left out at steps that reuse them."""
+HALF: Options = {"ratio": 0.5, "end": 0.5}
+MOST: Options = {"ratio": 0.75, "end": 0.5}
 TAYLOR: Options = {"disable_cache_before_step": 3, "max_order": 1}
 
 TRANSFORMER = [
@@ -95,11 +97,13 @@ TRANSFORMER = [
     cached("first block", "first block cache 0.2", 0.4, threshold=0.2),
     cached("taylor", "TaylorSeer 5", 0.25, cache_interval=5, **TAYLOR),
     # What the library did first.
-    merged("merged to .5", ratio=0.5, end=0.5),
-    merged("merged at all steps", ratio=0.5, start=0.0, end=1.0),
+    merged("merged to .5", 1, **HALF),
+    merged("merged at all steps", 1, ratio=0.5, start=0.0, end=1.0),
+    merged("three quarters merged to .5", 1, **MOST),
+    merged("three quarters merged to .5, whole image", 1, **MOST, window=0),
+    merged("merged to .5, within cells", 1, **HALF, window=2),
     # Each part alone, as fast as all together.
     cheaper(0.256, reuse=6, reuse_start=0.2, **ALL),
-    merged("three quarters merged to .5", ratio=0.75, end=0.5),
     # Each family from slow to fast.
     cheaper(reuse=2, reuse_start=0.5),
     cheaper(reuse=2, reuse_start=0.25),

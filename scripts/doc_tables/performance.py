@@ -87,9 +87,9 @@ def section(name: str, *parts: Columns, mode: str = "") -> Callable[[Results], T
 CALL = {"one call of the model, ms": lambda one: one.first["setting"] + MODES[one.first["mode"]]}
 
 
-def transformers(results: Results) -> Table:
+def transformers(results: Results, name: str = "transformers") -> Table:
     """One call of diffusion transformers, with their bounds."""
-    found = results.settings("transformers")
+    found = results.settings(name)
     found.sort(key=lambda one: ([*MODES].index(one.first["mode"]), one.first["setting"]))
     parts = [CALL, columns(["unpatched"], steady_gain)]
     for ratio, title in RATIOS.items():
@@ -307,6 +307,7 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "large images": hires,
     "memory on a CPU": memory_cpu,
     "transformers": transformers,
+    "attention of transformers": partial(transformers, name="transformers-attention"),
     "transformers in short": transformers_in_short,
     **{name: section(name, SETTING, BOUND, columns(SHARES, share)) for name in ("graph", "eager")},
     "compiled": compiled,

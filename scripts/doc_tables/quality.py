@@ -226,16 +226,6 @@ WINDOWS = {
 WINDOWS_AT_THE_CAP = {"the whole image": "merged .75, window 0"} | {
     f"windows of {side}x{side}": f"merged .75, window {side}" for side in (32, 16, 8)
 }
-MERGED = {
-    "half, windows of 8x8 (`ratio=0.5`)": "merged to .5",
-    "half, windows of 4x4": "merged to .5, window 4",
-    "half, within cells of 2x2": "merged to .5, window 2",
-    "three quarters, the whole image": "three quarters merged to .5",
-    "three quarters, windows of 4x4": "three quarters merged to .5, window 4",
-    "three quarters, within cells of 2x2 (`ratio=0.75`)": "three quarters merged to .5, window 2",
-    "half, at all steps": "merged at all steps",
-}
-"""Of the transformer's tokens, up to the middle of the steps."""
 DEFAULTS = {
     "default": "attn 0.5",
     "`proportional=True`": "attn 0.5, proportional",
@@ -268,9 +258,6 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "trade-offs at 256 px": tradeoffs("transformer", 256),
     "trade-offs of the UNet": tradeoffs("unet", 256),
     "fewer and fewer steps": tradeoffs("transformer", 256, file="front_cpu", steps=28),
-    "merging on the transformer": lambda results: named(
-        "merged", MERGED, results.file("merging_cpu"), {"work": "{work:.2f}"}, CLOSENESS
-    ),
     "trade-offs on other weights": tradeoffs(
         "transformer", 512, file="front_other_weights", steps=28
     ),

@@ -30,8 +30,10 @@ CASES = {  # grid, window, tokens to remove, channels, whether the plan is kept 
     "large, kept": (16, 16, 0, 128, 32, True),
     "odd window": (9, 11, 0, 40, 80, False),
     "small, kept": (16, 16, 8, 128, 32, True),
+    "all of each cell, kept": (16, 16, 2, 192, 32, True),
 }
 MATCHING = {"odd grid": LARGE, "large, kept": LARGE, "odd window": SMALL, "small, kept": SMALL}
+MATCHING["all of each cell, kept"] = ["_list_window"]
 MODELS = [("steps", False), ("block", True)]
 KINDS = {  # of GPUs: Triton's name, threads of a warp, dtype, KiB that a program can have
     "Turing": ("cuda", 75, 32, torch.float16, 64),
@@ -180,8 +182,9 @@ def _run_operators(
         def run(self, *args: Any, stream: Any) -> None:
             passed = [p.name for p in self.kernel.params if not p.is_constexpr]
             arguments = dict(zip(passed, args, strict=False))
-            if clock is None:
-                arguments.pop("flag", None)  # None, which comes as a number
+            for name in ("flag", "chosen"):
+                if not isinstance(arguments.get(name), torch.Tensor):
+                    arguments.pop(name, None)  # None, which comes as a number
             fixed = [p.name for p in self.kernel.params if p.is_constexpr]
             options = re.sub("'signature': {.*?}", "", self.source)
             for name in [*fixed, "num_warps", "num_stages"]:

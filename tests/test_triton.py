@@ -76,6 +76,17 @@ def test_grids_larger_than_a_tile(window):
     assert_same_plan(*both(metric, cells, 450, timestep=time, key=draw_key(3, 2)))
 
 
+@pytest.mark.parametrize("most", [128, 0])
+@pytest.mark.parametrize("window", [0, 2, 4])
+@pytest.mark.parametrize("times", [1, 2])
+def test_all_sources_merge(window, times, most):
+    """Where windows are cells, nothing is compared for it."""
+    metric, time = torch.randn(2, 64, 16), torch.tensor([500.0, 1.0])[:times]
+    cells = Cells.of(8, 8, 2, 2, window)
+    with largest_window(most):
+        assert_same_plan(*both(metric, cells, cells.sources, timestep=time, key=5))
+
+
 def test_half_precision_matches_as_well_as_the_reference():
     """The similarity that a plan gives up is at most twice what the reference gives up in this
     precision, both against float64."""

@@ -86,6 +86,11 @@ class Request:
     """Of a plan that is kept: it stays as it is while it is fresh."""
 
     @property
+    def settled(self) -> bool:
+        """Whether there is nothing to compare: all sources go to the one destination they have."""
+        return self.remove == self.cells.sources and self.cells.window.count == 1
+
+    @property
     def numbers(self) -> list[int]:
         """All of it but tensors: operators of PyTorch take nothing else."""
         refresh = 1 if self.clock is None else self.clock.refresh

@@ -51,6 +51,7 @@ def _choose(score, match, flag, sources, remove, BLOCK: tl.constexpr):
         key = _keys(score, i0 + at, sources)
         high = tl.maximum(high, tl.max(key, axis=0))
         low = tl.minimum(low, tl.min(tl.where(i0 + at < sources, key, 0x7FFFFFFF), axis=0))
+    high = tl.where(remove == sources, low, high)  # all of them merge
     # Always at least `remove` keys are `low` or above. Cosines are so small that nothing overflows.
     while low < high:
         middle = high - (high - low) // 2
@@ -94,7 +95,8 @@ def _list_window(
     """slot, order [B, N] and span [B, M, 2]: the part of one window; see `MergePlan`.
 
     In `order`, each window has its part, whatever is merged in others: first each destination with
-    what merges into it, then the other sources.
+    what merges into it, then the other sources. Where nothing is chosen, all sources merge, and the
+    window has one destination.
     """
     if flag is not None:
         if tl.load(flag) == 0:
@@ -108,7 +110,10 @@ def _list_window(
     i = tl.arange(0, BLOCK_S)
     j = tl.arange(0, BLOCK_D)
     s, d = window * sources + i, window * count + j
-    number = tl.load(chosen + b * windows * sources + s, i < sources, other=0)
+    if chosen is None:
+        number = tl.zeros([BLOCK_S], tl.int32) - 1 - window
+    else:
+        number = tl.load(chosen + b * windows * sources + s, i < sources, other=0)
     merged = (i < sources) & (number < 0)
     alone = (i < sources) & (number >= 0)
     goes = tl.where(merged, -1 - number - window * count, BLOCK_D)
@@ -203,28 +208,48 @@ def choose_sources(
     score: Tensor,
     match: Tensor,
     request: Request,
+    flag: Tensor | None,
+    wrap_triton: Callable[[Any], Any],
+) -> Tensor:
+    """Decides which `request.remove` sources merge: those with the best scores.
+
+    Args:
+        score, match: see `triton_search.search`; the matches are written over.
+        flag: on the device, zero if the plan is still fresh.
+
+    Returns:
+        For each source the number of its slot, or -1 - d if it merges into destination d, `[B, S]`.
+    """
+    batch, sources = score.shape
+    block = min(power_of_2(sources), 8192)
+    wrap_triton(_choose)[(batch,)](
+        score, match, flag, sources, request.remove, BLOCK=block, num_warps=8, num_stages=1
+    )
+    return match
+
+
+def list_slots(
+    chosen: Tensor | None,
+    request: Request,
     lists: Lists,
     common: dict[str, Any],
     wrap_triton: Callable[[Any], Any],
 ) -> None:
-    """Writes the plan that merges the `request.remove` sources with the best scores.
+    """Writes the plan.
 
     Args:
-        score, match: see `triton_search.search`; the matches are written over.
-        lists: where to write the plan.
+        chosen: from `choose_sources`; None: the request is settled, and windows are small.
+        lists: where to write it.
         common: arguments that all kernels of the matching take.
     """
-    cells, remove = request.cells, request.remove
-    batch, window = score.shape[0], cells.window
-    block = min(power_of_2(cells.sources), 8192)
-    wrap_triton(_choose)[(batch,)](
-        score, match, common["flag"], cells.sources, remove, BLOCK=block, num_warps=8, num_stages=1
-    )
+    cells, window = request.cells, request.cells.window
     slot, order, span = lists
-    common = common | {"chosen": match, "slot": slot, "order": order, "span": span}
+    common = common | {"chosen": chosen, "slot": slot, "order": order, "span": span}
+    common["remove"] = request.remove
+    batch = slot.shape[0]
     if window.fits_one_program:
         grid = (cells.windows, batch)
-        wrap_triton(_list_window)[grid](**common, remove=remove, **window_tile(window))
+        wrap_triton(_list_window)[grid](**common, **window_tile(window))
     else:
         grid = (blocks(cells.sources, 32) + blocks(cells.count, 32), batch)
-        wrap_triton(_list_members)[grid](**common, remove=remove, BLOCK=32, BLOCK_J=128)
+        wrap_triton(_list_members)[grid](**common, BLOCK=32, BLOCK_J=128)

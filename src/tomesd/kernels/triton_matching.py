@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .request import WRITTEN, Lists, Request
-from .triton_choosing import choose_sources
+from .triton_choosing import choose_sources, list_slots
 from .triton_launch import jit_at_any_step, power_of_2, quickly
 from .triton_search import search
 
@@ -53,7 +53,7 @@ def match_tokens(
         )
     window = cells.window
     batch, draws = metric.shape[0], timestep.shape[0]
-    common = {
+    common: dict[str, Any] = {
         "timestep": timestep,
         "key": request.draw.key,
         # So many images of the batch have the same destinations.
@@ -66,8 +66,11 @@ def match_tokens(
         "sy": cells.sy,
         "sx": cells.sx,
     }
-    score, match = search(metric, cells, common, wrap_triton)
-    choose_sources(score, match, request, lists, common, wrap_triton)
+    chosen = None
+    if not (request.settled and window.fits_one_program):
+        found = search(metric, cells, common, wrap_triton)
+        chosen = choose_sources(*found, request, common["flag"], wrap_triton)
+    list_slots(chosen, request, lists, common, wrap_triton)
 
 
 @torch.library.triton_op("tomesd::match_tokens_triton", mutates_args=WRITTEN)

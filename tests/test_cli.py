@@ -214,6 +214,22 @@ def test_a_benchmark_of_several_models_gives_each_its_own_preset() -> None:
     assert (second.reuse, second.coarse, second.ratio) == (2, None, 0)
 
 
+def test_without_options_commands_take_the_preset_that_apply_patch_takes(
+    model: str, tmp_path: Path, capsys
+) -> None:
+    told = []
+    for more in ([], ["--preset", "fast"], ["--ratio", "0.5"]):
+        assert run(["describe", "--model", model, "--size", "128", "--steps", "4", *more]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] != told[2]
+    in_python = tomesd.describe(tomesd.apply_patch(load_pipeline(model)), 128, 128, steps=4)
+    assert str(in_python).split() == told[0].split()
+    assert run(["generate", "--prompt", "a cat", "--seed", "3", *small(model, tmp_path)]) == 0
+    with Image.open(tmp_path / "a-cat-3.png") as image:
+        merge = json.loads(image.info["tomesd"])["merge"]
+    assert (merge["ratio"], merge["reuse"]) == (0, 2)
+
+
 def test_describe_says_the_ratio_that_was_given(model: str, capsys) -> None:
     words = ["describe", "--model", model, "--preset", "balanced", "--ratio", "0.5"]
     assert run([*words, "--when", "always", "--size", "128"]) == 0

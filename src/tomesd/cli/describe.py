@@ -28,7 +28,7 @@ class Describe:
         from ..generation.loading import preset_traits
 
         pipe = self.model.load()
-        merge = self.merge.checked(**preset_traits(pipe))
+        merge = self.merge.as_in_python(**preset_traits(pipe))
         width, height = self.size or (None, None)
         with tomesd.patched(pipe, **asdict(merge)):
             told = tomesd.describe(pipe, height, width, self.num_frames, steps=self.steps)

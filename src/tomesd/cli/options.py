@@ -49,6 +49,13 @@ class MergeOptions(Settings):
         """
         return Settings(**presets.combined(self.base(**traits), self.given()))
 
+    def as_in_python(self, kind: presets.Kind, **traits: Any) -> Settings:
+        """`checked`, or the best preset where nothing says how to merge, as in `apply_patch`."""
+        # The seed is that of the image, too.
+        told = self.settings or self.preset or self.given().keys() - {"seed"}
+        merge = self if told else replace(self, preset=presets.BEST[kind])
+        return merge.checked(kind=kind, **traits)
+
     def given(self) -> dict[str, Any]:
         """What the command line says, also where it is the default: it wins over a preset."""
         names = self.named | presets.changed(self).keys()

@@ -152,11 +152,6 @@ def test_what_is_given_says_how_a_preset_reuses(build: Any) -> None:
     assert settings("fast", reuse_start=0.4).reuse_start == 0.4
     assert settings("fast", reuse_within=None, extrapolate=True).extrapolate
     assert settings("balanced", reuse_end=5).reuse_end == 5
-    # Without steps to leave out, what the preset says on how to leave them out goes too.
-    none = settings("balanced", reuse=None)
-    assert none.reuse is None and none.reuse_within is none.reuse_end is None
-    with pytest.raises(ValueError, match=r"reuse_start=0\.4: needs reuse"):
-        settings("fast", reuse=None, reuse_start=0.4)
 
 
 @pytest.mark.parametrize("build", [HOSTS["sd1"].build, DITS["flux"].build])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import re
 import threading
@@ -423,9 +424,11 @@ def test_an_image_that_fails_leaves_nothing_to_the_next(time: float) -> None:
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    other = at_noise(dit, dit.inputs(seed=1), 0.9)
-    for spoiled in (other, at_noise(dit, dit.inputs(seed=1), time)):
-        handle = model.proj_out.register_forward_pre_hook(fail)
+    for level, where in itertools.product(
+        (0.9, time), (model.transformer_blocks[0], model.proj_out)
+    ):
+        spoiled = at_noise(dit, dit.inputs(seed=1), level)
+        handle = where.register_forward_pre_hook(fail)
         with pytest.raises(KeyboardInterrupt):
             dit.run(model, spoiled)
         handle.remove()

@@ -446,15 +446,6 @@ def test_an_option_that_is_given_wins_also_when_it_equals_its_default() -> None:
     )
 
 
-@pytest.mark.parametrize("build", [SD1.build, SUPPORTED["flux"].build])
-def test_options_may_build_on_what_a_preset_says(build: Any) -> None:
-    given = {"reuse_start": 0.4, "extrapolate": True}
-    settings = patch_of(tomesd.apply_patch(build(), preset="balanced", **given)).settings
-    assert (settings.reuse, settings.reuse_start, settings.extrapolate) == (2, 0.4, True)
-    with pytest.raises(ValueError, match="reuse_start=2: must be"):
-        tomesd.apply_patch(build(), preset="balanced", reuse_start=2)
-
-
 @pytest.mark.parametrize("preset", ["quality", "balanced", "fast"])
 @pytest.mark.parametrize("build", [SD1.build, SUPPORTED["flux"].build])
 def test_a_preset_may_be_kept_from_leaving_out_steps(build: Any, preset: Any) -> None:

@@ -13,8 +13,11 @@ import pytest
 import torch
 import zoo_ldm
 from diffusers import (
+    DDIMInverseScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    IPNDMScheduler,
+    ScoreSdeVeScheduler,
     UniPCMultistepScheduler,
 )
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -308,6 +311,16 @@ def test_timesteps_that_are_no_count_are_refused(options: dict[str, Any]) -> Non
     assert next(iter(options)) in str(caught.value)
     assert patch_of(pipe.unet) is None
     tomesd.apply_patch(pipe, 0.5)
+
+
+@pytest.mark.parametrize("kind", [DDIMInverseScheduler, IPNDMScheduler, ScoreSdeVeScheduler])
+def test_schedulers_with_other_times_are_told_apart(kind: Any) -> None:
+    pipe = make_sd_pipeline()
+    pipe.scheduler = kind()
+    with pytest.raises(ValueError, match="need timesteps that count down to 0"):
+        tomesd.apply_patch(pipe, reuse=2)
+    patch = patch_of(tomesd.apply_patch(pipe).unet)
+    assert patch is not None and patch.settings.ratio == 0.5
 
 
 def test_a_compiled_model_is_compiled_for_each_ratio() -> None:

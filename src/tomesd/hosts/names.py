@@ -7,9 +7,9 @@ from torch import nn
 from ..patch import original_class
 
 
-def class_names(module: nn.Module) -> list[str]:
-    """Names of the module's class and its bases, so that a subclass is treated like its base."""
-    return [cls.__name__ for cls in type(module).__mro__]
+def class_names(owner: object) -> list[str]:
+    """Names of an object's class and its bases, so that a subclass is treated like its base."""
+    return [cls.__name__ for cls in type(owner).__mro__]
 
 
 def is_comfy(module: nn.Module) -> bool:

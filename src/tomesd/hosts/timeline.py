@@ -9,6 +9,12 @@ from torch import Tensor
 from ..schedule import Shift, Timeline
 from .names import class_names
 
+_OTHER_TIMES = {
+    *("DDIMInverseScheduler", "DPMSolverMultistepInverseScheduler", "IPNDMScheduler"),
+    *("KarrasVeScheduler", "ScoreSdeVeScheduler"),
+}
+"""Schedulers of diffusers whose timesteps rise, or are no count."""
+
 
 def find_timeline(model: Any) -> Timeline:
     """The timeline of a pipeline, an ldm model, or a wrapper around one; the default if unknown."""
@@ -16,6 +22,7 @@ def find_timeline(model: Any) -> Timeline:
     config = getattr(scheduler, "config", None)
     if config is not None:
         counts = config.get("timestep_type") != "continuous" and "sigma_data" not in config
+        counts &= _OTHER_TIMES.isdisjoint(class_names(scheduler))
         noise = config.get("num_train_timesteps", 1000) - 1.0 if counts else None
         shares = _shares(getattr(scheduler, "alphas_cumprod", None))
         prediction = config.get("prediction_type", "")

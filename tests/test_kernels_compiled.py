@@ -209,37 +209,30 @@ def _run_operators(
     recorder = _recorder(eager)
     triton_matching.match_tokens(x, request(time), plan.lists, recorder)
     triton_merging.slot_mean(x, plan.lists, wrap_triton=recorder)
-    return {"compiled": compiled, "eager": eager, "code": code.split("class Runner")[1]}
+    return {"compiled": compiled, "eager": eager, "code": code.split("def call(")[1]}
 
 
 def _written_to(
     h: int, w: int, window: int, remove: int, channels: int, keep: bool
 ) -> dict[str, list[str]]:
     """By kernel, the arguments that PyTorch believes it writes to."""
-    from torch._higher_order_ops.triton_kernel_wrap import identify_accessed_tensors
-
-    from tomesd.kernels import triton_matching
-
-    found: dict[str, list[str]] = {}
-
-    class Analysed:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            def analyse(*args: Any, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
-                arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | named
-                accesses = identify_accessed_tensors(self.kernel, arguments, {})
-                found[self.kernel.__name__] = [one.name for one in accesses.read_writes.writes]
-
-            return analyse
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     cells, n = Cells.of(h, w, 2, 2, window), h * w
     plan = MergePlan.empty(2, n, n - remove, CPU, triton=True)
     clock = Clock(torch.full((3,), float("-inf")), 3) if keep else None
-    request = Request(cells, remove, Draw(torch.tensor([500.0]), 5), clock)
-    triton_matching.match_tokens(torch.randn(2, n, channels), request, plan.lists, Analysed)
-    return found
+
+    def match(x: torch.Tensor, time: torch.Tensor) -> None:
+        request = Request(cells, remove, Draw(time, 5), clock)
+        kernels.match_tokens(x, request, plan.lists, triton=True)
+
+    (graph,) = _capture(match, False, torch.randn(2, n, channels), torch.tensor([500.0]))
+    launches = [node.kwargs for node in graph.graph.nodes if "kernel_idx" in node.kwargs]
+    kernels_launched = [kernel_side_table.get_kernel(one["kernel_idx"]) for one in launches]
+    return {
+        kernel.fn.__name__: launch["tensors_to_clone"]
+        for kernel, launch in zip(kernels_launched, launches, strict=True)
+    }
 
 
 def _memory_needed(
@@ -346,10 +339,15 @@ def _run_model(share: str, dynamic: bool) -> list[list[str]]:
 
 def main() -> None:
     import triton
+    from torch._dynamo.device_interface import CpuInterface
+    from torch._inductor.runtime.hints import DeviceProperties
 
     triton.runtime.driver.set_active(_GPUThatIsNotThere())
     torch._inductor.config.force_disable_caches = True
     # A CPU in the place of a GPU.
+    CpuInterface.raise_if_triton_unavailable = lambda *_: None
+    gpu = DeviceProperties("cuda", 0, multi_processor_count=132, cc=90, warp_size=32)
+    DeviceProperties.create = lambda *_: gpu
     kernels.use_triton = lambda backend, x: backend == "triton"
     kernels._is_launched_by_compiler = lambda x: kernels._define_triton_operators()
     found: dict[str, Any] = {

@@ -6,6 +6,7 @@ but they import the compiler, which takes seconds, only to set these flags.
 
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -36,9 +37,23 @@ def never_traced(reason: str) -> Callable[[_Function], _Function]:
     def mark(function: _Function) -> _Function:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = message  # type: ignore[attr-defined]
+        _skip_what_it_calls(function)
         return function
 
     return mark
+
+
+def _skip_what_it_calls(function: Callable[..., Any]) -> None:
+    """PyTorch 2.11 would compile it and what it calls, outside the graph that was left for it."""
+    with suppress(ImportError):  # the names are private
+        from torch._C._dynamo.eval_frame import (
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+
+        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        set_code_exec_strategy(function.__code__, skip)
 
 
 class Named:

@@ -35,6 +35,8 @@ class Work:
     def __add__(self, other: "Work") -> "Work":
         return Work(self.device + other.device, self.launches + other.launches)
 
+    __iadd__ = __add__  # PyTorch 2.11 does not compile `+=` without it
+
     def __sub__(self, other: "Work") -> "Work":
         return Work(self.device - other.device, self.launches - other.launches)
 

@@ -33,10 +33,9 @@ def replace_arguments(
         return args, kwargs
     if not args:
         return args, {**kwargs, **changes}
-    known = min(len(names), len(args))  # PyTorch 2.8 compiles no zip of unequal lengths
     values, named = list(args), {**kwargs, **changes}
-    for place in range(known):
-        values[place] = named.pop(names[place], values[place])
+    for place, name in enumerate(names[: len(args)]):
+        values[place] = named.pop(name, values[place])
     return tuple(values), named
 
 

@@ -119,7 +119,7 @@ def make(model: Model, way: Way, args: argparse.Namespace) -> tuple[Tensor, Row]
             told, noise = model.encode(captions[first : seeds.stop]), model.noise(seeds)
             synchronize(model.device)
             start = time.perf_counter()
-            latents = model.loop(changed, told, noise, steps)
+            latents = model.loop(changed, told, noise, steps, way.levels)
             synchronize(model.device)
             seconds.append((time.perf_counter() - start) / len(seeds))
             if way.cache and way.cache != "deep":
@@ -127,7 +127,11 @@ def make(model: Model, way: Way, args: argparse.Namespace) -> tuple[Tensor, Row]
             images.append(model.decode(latents))
     # The last batch may be smaller, and the first one loads and tunes kernels.
     typical = statistics.median(seconds[:-1] if len(seconds) > 3 else seconds)
-    took = {"steps": steps, "seconds_per_image": typical, "batch_seconds": seconds}
+    took = {
+        "steps": len(way.levels) or steps,
+        "seconds_per_image": typical,
+        "batch_seconds": seconds,
+    }
     took["block_tokens"] = counted[0] / count or None  # a UNet has no such blocks
     return torch.cat(images), took
 

@@ -51,8 +51,15 @@ class Model:
         """[B, 4, side, side] in float32"""
         return torch.cat([first_noise(s, self.pixels // 4) for s in seeds]).to(self.device)
 
-    def loop(self, model: Any, told: tuple[Tensor, ...], noise: Tensor, steps: int) -> Tensor:
-        """Latents of the shape of the noise."""
+    def loop(
+        self,
+        model: Any,
+        told: tuple[Tensor, ...],
+        noise: Tensor,
+        steps: int,
+        levels: tuple[int, ...] = (),
+    ) -> Tensor:
+        """Latents of the shape of the noise; with `levels`, at those steps only."""
         scheduler = self.pipe.scheduler
         if self.is_unet:
             x, predict = noise, self._predict_noise
@@ -60,6 +67,7 @@ class Model:
         else:
             x, predict = pack(noise), self._predict_flow
             sigmas = shifted(torch.linspace(1, 1 / steps, steps), x.shape[1])
+            sigmas = sigmas[list(levels)] if levels else sigmas
             scheduler.set_timesteps(sigmas=sigmas.tolist(), mu=0.0, device=x.device)  # as they are
         for t in scheduler.timesteps:
             plain, wanted = predict(model, told, x, t).float().chunk(2)

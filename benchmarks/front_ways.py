@@ -23,12 +23,15 @@ class Way:
     """Of the images."""
     cache: str = ""
     """A cache of diffusers, or DeepCache."""
+    levels: tuple[int, ...] = ()
+    """Of the noise levels of the steps, those that the sampler keeps; none: all of them."""
 
     @property
     def variant(self) -> str:
         if self.cache:
             return "diffusers"
-        return "tomesd" if self.options else "unpatched" if self.steps < 1 else "unmerged"
+        fewer = self.steps < 1 or self.levels
+        return "tomesd" if self.options else "unpatched" if fewer else "unmerged"
 
 
 FEW = 0.5
@@ -70,6 +73,8 @@ def cheaper(share: float = FEW, *, steps: float = 1.0, **options: Any) -> Way:
 
 ALL: Options = {"depth": (0.0, 1.0)}
 """Every block is left out at steps that reuse them."""
+RUN_BY_BALANCED = (0, 1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27)
+"""Of 28 steps."""
 HALF: Options = {"ratio": 0.5, "end": 0.5}
 MOST: Options = {"ratio": 0.75, "end": 0.5}
 TAYLOR: Options = {"disable_cache_before_step": 3, "max_order": 1}
@@ -90,6 +95,7 @@ TRANSFORMER = [
     # At about twice the speed.
     *(cheaper(1, reuse=2, reuse_start=0.2, reuse_end=end, **ALL) for end in (8, 12)),
     cheaper(1, reuse=2, reuse_start=0.15, reuse_end=12, **ALL),
+    Way("fewer steps", "the 12 steps that balanced runs", levels=RUN_BY_BALANCED),
     cheaper(1, reuse=2, reuse_start=0.2, reuse_end=4, **ALL),
     cheaper(reuse=4, reuse_start=0.25, **ALL),
     cheaper(0.4, reuse=3, reuse_start=0.25, **ALL),

@@ -182,16 +182,24 @@ def test_the_front_has_quality_and_speed(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     ways += [front.Way("first block cache", "loose", {"threshold": 9.0}, cache="first block")]
     ways += [front.Way("fewer steps", "half", steps=0.5), front.Way("reuse", "bad", {"reuse": 0})]
+    ways += [front.Way("fewer steps", "placed", levels=(0, 1, 3))]
     ways = [replace(way, share=1) for way in ways]
     monkeypatch.setitem(front.WAYS, "transformer", ways)
     with pytest.raises(SystemExit, match="bad: ValueError: reuse=0"):
         front_rows(tmp_path, "--pixels", "128", "--sprites", "none.npz", rows="")
     rows = {row["label"]: row for row in read_rows(tmp_path / "rows.jsonl")}
-    assert list(rows) == ["unmerged", "reuse 3 from 0.25", "TaylorSeer 2", "loose", "half"]
+    assert list(rows) == [
+        "unmerged",
+        "reuse 3 from 0.25",
+        "TaylorSeer 2",
+        "loose",
+        "half",
+        "placed",
+    ]
     # Two of four steps leave out 14 of 16 blocks; TaylorSeer leaves out one step, of all blocks;
     # the other cache, three steps but for the first block.
     works = {"reuse 3 from 0.25": 1 - 14 / 32, "TaylorSeer 2": 0.75, "half": 0.5}
-    works |= {"unmerged": 1, "loose": 1 - 3 / 4 * 15 / 16}
+    works |= {"unmerged": 1, "loose": 1 - 3 / 4 * 15 / 16, "placed": 0.75}
     assert {label: row["work"] for label, row in rows.items()} == pytest.approx(works)
     base = rows.pop("unmerged")
     assert base["fid"] > 0 and "lpips" not in base
@@ -199,7 +207,7 @@ def test_the_front_has_quality_and_speed(tmp_path: Path, monkeypatch: pytest.Mon
         assert 10 < row["psnr"] < 60 and 0 < row["lpips"] < 1 and row["kid_unmerged"] != 0
         assert row["kid_change"] == pytest.approx(row["kid"] - base["kid"])
     out = sorted((tmp_path / "out").iterdir())
-    assert [path.suffix for path in out] == [".npz"] * 5 + [".jpg"]
+    assert [path.suffix for path in out] == [".npz"] * 6 + [".jpg"]
     with np.load(out[1]) as kept:
         assert kept["features"].shape == (2, 2048)
         assert kept["psnr"].mean() == rows["reuse 3 from 0.25"]["psnr"]

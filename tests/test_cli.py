@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import IPNDMScheduler
 from PIL import Image
+from zoo_diffusers import make_sd_pipeline
 
 import tomesd
 from tomesd.cli.run import parse, run
@@ -228,6 +230,15 @@ def test_without_options_commands_take_the_preset_that_apply_patch_takes(
     with Image.open(tmp_path / "a-cat-3.png") as image:
         merge = json.loads(image.info["tomesd"])["merge"]
     assert (merge["ratio"], merge["reuse"]) == (0, 2)
+
+
+def test_where_times_are_not_known_describe_merges_as_apply_patch_does(tmp_path, capsys) -> None:
+    pipe = make_sd_pipeline()
+    pipe.scheduler = IPNDMScheduler()
+    pipe.save_pretrained(tmp_path)
+    assert run(["describe", "--model", str(tmp_path), "--size", "128"]) == 0
+    in_python = tomesd.describe(tomesd.apply_patch(pipe), 128, 128)
+    assert str(in_python).split() == capsys.readouterr().out.split()
 
 
 def test_describe_says_the_ratio_that_was_given(model: str, capsys) -> None:

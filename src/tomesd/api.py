@@ -135,14 +135,20 @@ def _make_patch(
     model: Any, part: FoundModel, options: Mapping[str, Any], preset: Preset | None
 ) -> Patch:
     timeline = part.timeline(find_timeline(model))
-    if not options and preset is None and part.rooted and timeline.noise is not None:
-        preset = BEST[part.kind]
+    if not options and preset is None:
+        preset = best_preset(model, part)
     if preset is not None:
         options = combined(preset_options(preset, **part.preset_traits), options)
     asked = Settings(**options)
     settings = part.settings(asked)
     timeline.check(settings)
     return Patch(settings, asked, part.rooted, timeline, part.outline())
+
+
+def best_preset(model: Any, part: FoundModel) -> Preset | None:
+    """What a part of a model gets where no option is given; None where its times are not known."""
+    timeline = part.timeline(find_timeline(model))
+    return BEST[part.kind] if part.rooted and timeline.noise is not None else None
 
 
 def _patches_in(found: list[FoundModel]) -> list[_Part]:

@@ -25,10 +25,8 @@ class Describe:
         import tomesd
 
         self.merge.check()  # what is wrong is said before the model is loaded
-        from ..generation.loading import preset_traits
-
         pipe = self.model.load()
-        merge = self.merge.as_in_python(**preset_traits(pipe))
+        merge = self.merge.as_in_python(pipe)
         width, height = self.size or (None, None)
         with tomesd.patched(pipe, **asdict(merge)):
             told = tomesd.describe(pipe, height, width, self.num_frames, steps=self.steps)

@@ -54,9 +54,10 @@ class Generate:
         from ..generation.loading import preset_traits
 
         pipe = self.model.load()
-        # What two passes gain, they gain by merging.
-        settle = self.merge.as_in_python if self.hires is None else self.merge.checked
-        merge = settle(**preset_traits(pipe))
+        if self.hires is None:
+            merge = self.merge.as_in_python(pipe)
+        else:  # what two passes gain, they gain by merging
+            merge = self.merge.checked(**preset_traits(pipe))
         seeds = range(merge.seed, merge.seed + self.images)
         wanted = [(prompt, seed) for prompt in prompts for seed in seeds]
         written = set[Path]()

@@ -49,12 +49,16 @@ class MergeOptions(Settings):
         """
         return Settings(**presets.combined(self.base(**traits), self.given()))
 
-    def as_in_python(self, kind: presets.Kind, **traits: Any) -> Settings:
+    def as_in_python(self, pipe: Any) -> Settings:
         """`checked`, or the best preset where nothing says how to merge, as in `apply_patch`."""
+        from ..api import best_preset
+        from ..hosts import find_models
+
+        part = find_models(pipe)[0]
         # The seed is that of the image, too.
         told = self.settings or self.preset or self.given().keys() - {"seed"}
-        merge = self if told else replace(self, preset=presets.BEST[kind])
-        return merge.checked(kind=kind, **traits)
+        merge = self if told else replace(self, preset=best_preset(pipe, part))
+        return merge.checked(**part.preset_traits)
 
     def given(self) -> dict[str, Any]:
         """What the command line says, also where it is the default: it wins over a preset."""

@@ -1,5 +1,6 @@
 """The benchmarks measure what the tables in the documents show."""
 
+import argparse
 import json
 import shutil
 from dataclasses import replace
@@ -14,7 +15,7 @@ import rule
 import speed
 import torch
 from doc_tables.quality import IN_SHORT
-from front_ways import WAYS
+from front_ways import RUN_BY_BALANCED, WAYS
 
 import tomesd
 from tomesd.bench import Effort, RowFile, run_cases
@@ -211,6 +212,25 @@ def test_the_front_has_quality_and_speed(tmp_path: Path, monkeypatch: pytest.Mon
     with np.load(out[1]) as kept:
         assert kept["features"].shape == (2, 2048)
         assert kept["psnr"].mean() == rows["reuse 3 from 0.25"]["psnr"]
+
+
+@torch.no_grad()
+def test_the_steps_that_balanced_runs_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"model": "transformer", "device": "cpu", "dtype": "float32", "pixels": 64}
+    model = front.Model(argparse.Namespace(**wanted))
+    predict, ran = model._predict_flow, []
+    way = front.Way("presets", "balanced", PRESETS["transformer"]["balanced"])
+    with front.counted_tokens() as count, model.changed(way, 28) as changed:
+
+        def noted(*arguments: Any) -> torch.Tensor:
+            before = count[0]
+            found = predict(*arguments)
+            ran.append(count[0] > before)
+            return found
+
+        monkeypatch.setattr(model, "_predict_flow", noted)
+        model.loop(changed, model.encode(["a cat"]), model.noise(range(1)), 28)
+    assert tuple(step for step, run in enumerate(ran) if run) == RUN_BY_BALANCED
 
 
 def test_magcache_is_calibrated_and_leaves_steps_out(

@@ -139,6 +139,34 @@ def test_repeated_blocks(dit: Dit, order: str, batch: int) -> None:
     assert_rounding(dit.run(model, inputs), plain)
 
 
+def graphs_of_blocks(options: dict[str, Any], **layers: int) -> int:
+    """How many graphs the blocks of a Flux need in some steps, within the compiler's own limits."""
+    dit, counter = small("flux", **layers), CompileCounterWithBackend("eager")
+    model = dit.build()
+    if options:
+        tomesd.apply_patch(model, **options)
+    model.compile_repeated_blocks(fullgraph=True, backend=counter)
+    for noise in (0.95, 0.9, 0.7, 0.3, 0.2, 0.1):
+        dit.run(model, at_noise(dit, one(dit), noise))
+    torch._dynamo.reset()
+    return counter.frame_count
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [({"preset": "balanced"}, 0), ({"ratio": 0.5, **ALWAYS}, 2), ({"ratio": 0.5, "end": 0.5}, 5)],
+    ids=["reused", "merged", "merged at first"],
+)
+def test_blocks_of_a_kind_have_their_graphs_in_common(options: dict[str, Any], more: int) -> None:
+    """Of the graphs that are added, two or three are of blocks on fewer tokens. The others differ
+    from those of unpatched blocks in the class, or in the strides of the text, only."""
+    options = {**options, "when": "always"}
+    few = {"num_layers": 4, "num_single_layers": 5}
+    many = {"num_layers": 6, "num_single_layers": 8}
+    graphs = graphs_of_blocks(options, **few)
+    assert graphs == graphs_of_blocks(options, **many) == graphs_of_blocks({}, **few) + more
+
+
 def test_a_graph_for_each_ratio() -> None:
     """Early steps merge and late ones do not: two graphs, however many steps."""
     counter = CompileCounterWithBackend("eager")

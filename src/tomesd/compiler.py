@@ -37,14 +37,29 @@ def never_traced(reason: str) -> Callable[[_Function], _Function]:
     def mark(function: _Function) -> _Function:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = message  # type: ignore[attr-defined]
-        _skip_what_it_calls(function)
-        return function
+        # PyTorch 2.11 would compile it and what it calls, outside the graph that was left for it.
+        return outside_graphs(function)
 
     return mark
 
 
-def _skip_what_it_calls(function: Callable[..., Any]) -> None:
-    """PyTorch 2.11 would compile it and what it calls, outside the graph that was left for it."""
+def outside_graphs(function: _Function) -> _Function:
+    """Makes the compiler begin no graph in the function or in what it calls.
+
+    A graph that has begun before goes on through it.
+    """
+    return _skipped(function, "SKIP")
+
+
+def around_graphs(function: _Function) -> _Function:
+    """Makes the compiler begin no graph with the function itself, but with the functions it calls.
+
+    A graph that has begun before goes on through it.
+    """
+    return _skipped(function, "DEFAULT")
+
+
+def _skipped(function: _Function, calls: str) -> _Function:
     with suppress(ImportError):  # the names are private
         from torch._C._dynamo.eval_frame import (
             _FrameAction,
@@ -52,8 +67,10 @@ def _skip_what_it_calls(function: Callable[..., Any]) -> None:
             set_code_exec_strategy,
         )
 
-        skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-        set_code_exec_strategy(function.__code__, skip)
+        strategy = _FrameExecStrategy(_FrameAction.SKIP, getattr(_FrameAction, calls))
+        code: Any = function.__code__
+        set_code_exec_strategy(code, strategy)
+    return function
 
 
 class Named:

@@ -2,7 +2,8 @@
 
 A generated class overrides a method or two and calls the original ones, looked up when they are
 needed: nothing of a host is copied, and what others replace on the class later is respected. It has
-its base's name, so regional compilation finds it under that name.
+its base's name, so regional compilation finds it under that name. What differs between blocks, the
+role, is on the module: blocks of one class share what is compiled for that class.
 """
 
 import copy
@@ -15,22 +16,24 @@ from typing import Any
 
 from torch import nn
 
+from .compiler import around_graphs
 from .regions import Block, Member, Role, Stack, TransformerRoot, UNetRoot
 from .state import Patch, Scope, current_scope, is_idle, run_inside
 
-_STATE = "_tomesd"
+_STATE, _ROLES = "_tomesd", "_tomesd_roles"
 _CHECKPOINT = "_gradient_checkpointing_func"
 _IMAGE_DONE = "_reset_stateful_cache"
 """What pipelines of diffusers call on their models when an image is done."""
 
-_Key = tuple[Role, tuple[str, ...]]
+_Key = tuple[type[Role], tuple[str, ...]]
 
 
 def swap(module: nn.Module, role: Role, patch: Patch) -> None:
     """Makes `module` play `role` in `patch`. Roles add up: some models are root and stack."""
     before: Any = type(module)
-    after = _patched_class(before, role, _methods(module, role))
+    after = _patched_class(before, type(role), _methods(module, role))
     module.__dict__[_STATE] = patch
+    module.__dict__.setdefault(_ROLES, {})[type(role).__name__] = role
     module.__class__ = after
     _rebind(module, before, after)
 
@@ -41,6 +44,7 @@ def restore(module: nn.Module) -> None:
     after = original_class(module)
     module.__class__ = after
     module.__dict__.pop(_STATE, None)
+    module.__dict__.pop(_ROLES, None)
     _rebind(module, before, after)
 
 
@@ -50,8 +54,8 @@ def patch_of(module: nn.Module) -> Patch | None:
 
 def role_of(module: nn.Module) -> Role | None:
     """The outermost role that `module` plays."""
-    key: _Key | None = getattr(type(module), "_tomesd_key", None)
-    return key[0] if key is not None else None
+    roles = module.__dict__.get(_ROLES)
+    return [*roles.values()][-1] if roles else None
 
 
 def original_class(module: nn.Module) -> Any:
@@ -76,22 +80,22 @@ def _methods(module: nn.Module, role: Role) -> tuple[str, ...]:
 
 
 @functools.cache
-def _patched_class(base: Any, role: Role, methods: tuple[str, ...]) -> Any:
+def _patched_class(base: Any, kind: type[Role], methods: tuple[str, ...]) -> Any:
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": _reduce,
         "_tomesd_base": base,
-        "_tomesd_key": (role, methods),
+        "_tomesd_key": (kind, methods),
     }
-    if isinstance(role, Stack | TransformerRoot):
+    if issubclass(kind, Stack | TransformerRoot):
         namespace[_CHECKPOINT] = property(_checkpoint_in_scope, _set_checkpoint)
-    if isinstance(role, UNetRoot | TransformerRoot):
+    if issubclass(kind, UNetRoot | TransformerRoot):
         namespace[_IMAGE_DONE] = _forget_image
     cls = type(base.__name__, (base,), namespace)
     for name in methods:
-        method = _method(cls, role, name)
+        method = _method(cls, kind, name)
         setattr(cls, name, property(_in_scope(method)) if name == "_forward" else method)
     _register(base, cls)
     return cls
@@ -109,8 +113,8 @@ def _register(base: type, cls: type) -> None:
             registry.register(cls, copy.copy(registry.get(base)))  # `register` changes the entry
 
 
-def _method(cls: type, role: Role, name: str) -> Any:
-    can_idle = not isinstance(role, UNetRoot | TransformerRoot | Stack)
+def _method(cls: type, kind: type[Role], name: str) -> Any:
+    can_idle = not issubclass(kind, UNetRoot | TransformerRoot | Stack)
 
     @functools.wraps(getattr(cls, name))
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +124,14 @@ def _method(cls: type, role: Role, name: str) -> Any:
         inner = getattr(super(cls, self), name)
         if can_idle and is_idle(patch):
             return inner(*args, **kwargs)
+        role: Role = self.__dict__[_ROLES][kind.__name__]
         return role.run(self, patch, inner, args, kwargs)
 
-    return method
+    # The compiler makes graphs of a function's code, up to a limit, which all patched classes would
+    # share if they had the code in common.
+    own: Any = method
+    own.__code__ = own.__code__.replace()
+    return around_graphs(own) if kind is Member else own
 
 
 def _forget_image(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -196,8 +205,8 @@ def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 
 def _rebuild(base: Any, keys: tuple[_Key, ...]) -> nn.Module:
-    for role, methods in keys:
-        base = _patched_class(base, role, methods)
+    for kind, methods in keys:
+        base = _patched_class(base, kind, methods)
     return base.__new__(base)
 
 

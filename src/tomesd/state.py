@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .compiler import Named, constant_when_traced, find_named
+from .compiler import Named, constant_when_traced, find_named, outside_graphs
 from .kept import Kept
 from .outline import Outline
 from .plan import MergePlan
@@ -273,6 +273,7 @@ def current_scope(patch: Patch) -> Scope | None:
     return scope if scope is not None and scope.call.patch is patch else None
 
 
+@outside_graphs
 def is_idle(patch: Patch) -> bool:
     """Whether this thread is in blocks that merge nothing. Quick: most layers ask."""
     scope = _thread.scope

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compiler import around_graphs, outside_graphs
 from ..metric import note_output
 from ..plan import MergePlan
 from ..planning import find_plan
@@ -122,33 +123,45 @@ class Member(_AnyBlock):
     reusable: bool = False
     """Whether steps may leave out the run."""
 
+    @around_graphs
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
+        # Where blocks are compiled one by one, only `inner` is in a graph: it is the same for all
+        # blocks, while the first and the last of a run do more than the others.
+        args, kwargs, reuses, closed = self._enter(module, patch, args, kwargs)
+        output = self.tokens.unchanged(args, kwargs) if reuses else inner(*args, **kwargs)
+        return output if closed is None else self._close(*closed, output)
+
+    @outside_graphs
+    def _enter(
+        self, module: nn.Module, patch: Patch, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict, bool, tuple[Scope, OpenRegion] | None]:
+        """Opens or continues a region.
+
+        Returns:
+            The arguments of the block, whether it is left out, and the region to close after it.
+        """
         x, now = self.tokens.take(args, kwargs), current_scope(patch)
         if now is not None and now.region is not None:
             if now.region.x.device != x.device:  # a model can be split over several
                 now.region = _moved(now.region, x.device)
             if not self.last and not self._reuses(now):
                 # Fast path: most blocks are in the middle, and CPU time per block is scarce.
-                args, kwargs = self.tokens.replaced(now.region.along, args, kwargs)
-                return inner(*args, **kwargs)
+                return *self.tokens.replaced(now.region.along, args, kwargs), False, None
         scope = self.scope_at(module, patch, x)
-        region = scope.region
+        region, reuses = scope.region, self._reuses(scope)
         if region is None:
             region = self._open(scope, module, args, kwargs)
             if region is None:
-                return inner(*args, **kwargs)
+                return args, kwargs, False, None
             merged = region.merged.clone() if self.tokens.in_place else region.merged
             args, kwargs = self.tokens.given(merged, args, kwargs)
             scope.region = region if self.first and not scope.call.apart else None
-        if self._reuses(scope):
-            output = self.tokens.unchanged(args, kwargs)
-        else:
+        if not reuses:
             args, kwargs = self.tokens.replaced(region.along, args, kwargs)
-            output = inner(*args, **kwargs)
         if scope.region is not None and not self.last:
-            return output
+            return args, kwargs, reuses, None
         scope.region = None
-        return self._close(scope, region, output)
+        return args, kwargs, reuses, (scope, region)
 
     def _reuses(self, scope: Scope) -> bool:
         return self.reusable and scope.call.reuses
@@ -192,6 +205,7 @@ class Member(_AnyBlock):
             plan = plan.placed(start, x.shape[1])
         return OpenRegion(plan, x, plan.merge(x), along, scope.place)
 
+    @outside_graphs
     def _close(self, scope: Scope, region: OpenRegion, output: Any) -> Any:
         """Adds to each token what its slot gained, or what the token gained at an earlier step."""
         call, y = scope.call, self.tokens.result(output)

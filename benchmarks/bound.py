@@ -30,10 +30,13 @@ def apply_bound(model: nn.Module, patched: nn.Module) -> None:
     patch = patch_of(find_models(patched)[0].module)
     bound = _Bound(patch.decisions[-1], keys_only=patch.settings.target == "kv")
     for module, role in found.sites(patch.settings):
+        # What has been compiled stays as it is, so that its graphs serve all blocks of a kind.
+        name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+        inner = getattr(module, name)
         if isinstance(role, Member):
-            module.forward = partial(bound.run_member, role, module.forward)
+            setattr(module, name, partial(bound.run_member, role, inner))
         elif isinstance(role, Layer):
-            module.forward = partial(bound.run_layer, role, module.forward)
+            setattr(module, name, partial(bound.run_layer, role, inner))
 
 
 class _Bound:

@@ -2,15 +2,17 @@
 
     python benchmarks/dit.py [transformers attention images time matching] [--only Flux]
 
-Architectures as published, with random weights: time does not depend on their values. All ways to
-run a setting take turns in one process. Rows are added to dit.jsonl as they are measured, the most
-important settings first. On a machine without git, --commit says what is measured.
+Architectures as published, with random weights: time does not depend on their values. Each way to
+run a setting takes turns with the unpatched model, and its row is added to dit.jsonl as soon as it
+is measured, those of the most important settings first: a run that is cut short, or that --budget
+ends, loses nothing. On a machine without git, --commit says what is measured.
 """
 
 import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from bound import apply_bound
 from common import Arguments
 from dit_settings import BLOCKS, BLOCKS_GRAPH, RATIOS, SETTINGS, Setting
+from torch import nn
 
 import tomesd
 from tomesd import Settings
@@ -40,6 +43,7 @@ from tomesd.presets import PRESETS
 from tomesd.segments import cut_grid, plan_segments
 from tomesd.selectors import bipartite, removable
 
+NO_TIME = "no time left"
 SIDES, CHANNELS, FRAMES = (32, 64, 128, 256, 512), (3072, 5120), 16
 """Of plans that are measured alone: squares of tokens, and videos with as many."""
 
@@ -64,13 +68,24 @@ class Runner:
         self.inputs = setting.inputs(model)
         self.patched: Any = None
         """The last model that was patched, which the bound has to know."""
+        self.unpatched: Prepared | None = None
+        """What the others take turns with."""
 
-    def rows(self, effort: Effort) -> Iterator[Row]:
-        """A row for each way to run the model."""
+    def rows(self, effort: Effort, has_time: Callable[[], bool]) -> Iterator[Row]:
+        """A row for each way to run the model, while there is time to begin another."""
         ways = ways_to_run(self.setting)
-        makers = {label: partial(self.prepare, *way) for label, way in ways.items()}
-        for label, found in measure_together(makers, self.model.device, effort).items():
-            kind, options = ways[label]
+        effort = replace(effort, seconds=effort.seconds / len(ways))
+        for label, (kind, options) in ways.items():
+            if not has_time():
+                print(f"{self.setting.name}, {self.mode}, {label}: {NO_TIME}", flush=True)
+                return
+            makers = {label: partial(self.prepare, kind, options)}
+            if self.unpatched is not None:
+                makers[UNPATCHED] = partial(replace, self.unpatched, launches=False)
+            measured = measure_together(makers, self.model.device, effort)
+            found = measured.pop(label)
+            if measured:
+                found["unpatched_seconds"] = measured[UNPATCHED]["seconds"]
             names = {"mode": self.mode, "variant": kind, "label": label, "settings": options}
             dtype = str(self.model.dtype).removeprefix("torch.")
             yield {**self.setting.row(), "dtype": dtype, **names, **found}
@@ -78,6 +93,8 @@ class Runner:
     def prepare(self, kind: str, options: dict[str, Any] | None) -> Prepared:
         device, once = self.model.device, self.setting.once
         probe, own, start = MemoryProbe(device), shared_copy(self.model), time.perf_counter()
+        if self.mode in (BLOCKS, BLOCKS_GRAPH):
+            compile_blocks(own)
         if kind == OURS:
             self.patched = None
             tomesd.apply_patch(own, **(options or {}))
@@ -85,9 +102,6 @@ class Runner:
             if self.patched is None:
                 raise RuntimeError("what this is the bound of could not run")
             apply_bound(own, self.patched)
-        if self.mode in (BLOCKS, BLOCKS_GRAPH):
-            raise_compile_limits()
-            own.compile_repeated_blocks(fullgraph=True, dynamic=False)
         step: Any = Step(own, self.inputs, found=find_models(own)[0])
         if self.setting.steps:
             step = whole_image(step, self.setting.steps)
@@ -99,7 +113,17 @@ class Runner:
             ready.more |= {"waits": count_waits(step, device), **plan_cost(step, own)}
         if kind == OURS:
             self.patched = own
+        elif kind == UNPATCHED and not once:
+            self.unpatched = ready
         return ready
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """As `compile_repeated_blocks` does, which not all models have."""
+    raise_compile_limits()
+    for blocks in model.children():
+        for block in blocks if isinstance(blocks, nn.ModuleList) else ():
+            block.compile(fullgraph=True, dynamic=False)
 
 
 def whole_image(step: Step, steps: int) -> Callable[[], Any]:
@@ -155,14 +179,18 @@ def model_rows(name: str, args: argparse.Namespace, device: torch.device) -> Ite
     once = Effort(seconds=0, min_repeats=1, max_repeats=1)
     settings = [one for one in SETTINGS[name] if args.only in one.name]
     chosen = [(one, mode) for one in settings for mode in one.modes if args.mode in ("", mode)]
+
+    def has_time() -> bool:
+        return bool(args.spent() < args.budget)
+
     for setting, mode in chosen:
         cls = getattr(diffusers, setting.kind)
         make = partial(random_model, cls, setting.config, device, dtype, seed=0)
-        model = "no time left" if args.spent() > args.budget else attempt(make, device)
+        model = attempt(make, device) if has_time() else NO_TIME
         if isinstance(model, str):
             print(f"{setting.name}, {mode}: {model}", flush=True)
             continue
-        yield from Runner(setting, mode, model).rows(once if setting.once else several)
+        yield from Runner(setting, mode, model).rows(once if setting.once else several, has_time)
         torch._dynamo.reset()
         del model
         free_memory(device)
@@ -200,11 +228,11 @@ def prepare_plan(make: Callable[[], Any], device: torch.device) -> Prepared:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Arguments(__doc__, device="cuda", seconds=4.0)
+    parser = Arguments(__doc__, device="cuda", seconds=8.0)
     sections = (*SETTINGS, "matching")
     parser.add_argument("sections", nargs="*", default=["transformers"], metavar="SECTION")
     parser.add_argument("--mode", default="", help="of the modes, this one")
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds until nothing begins")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds, then no way is begun")
     args = parser.read(arguments)
     if wrong := set(args.sections) - set(sections):
         parser.error(f"no section {wrong.pop()!r}: must be one of {', '.join(sections)}")
@@ -216,7 +244,10 @@ def main(arguments: list[str] | None = None) -> None:
         for row in rows:
             file.add({**row, "section": section})
             told = row["error"] or f"{milliseconds(row['seconds'])} ms"
-            print(f"{args.spent():4.0f} s  {row['setting']}, {row['mode']}, {row['label']}: {told}")
+            print(
+                f"{args.spent():4.0f} s  {row['setting']}, {row['mode']}, {row['label']}: {told}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from tomesd.bench.calls import random_inputs
 from tomesd.bench.modes import EAGER, GRAPH
 
 BLOCKS, BLOCKS_GRAPH = "compile-blocks", "compile-blocks-graph"
-"""Each block compiled by `compile_repeated_blocks`; and then captured into a CUDA graph."""
+"""Each block compiled by itself, as `compile_repeated_blocks` does; and then captured into a CUDA
+graph."""
 RATIOS = (0.5, 0.75)
 
 
@@ -89,7 +90,7 @@ _KEYS = {"options": {"target": "kv"}, "note": "keys and values only"}
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "transformers": (
         _flux(1024, 1024, modes=(EAGER, GRAPH, BLOCKS, BLOCKS_GRAPH)),
-        _sd35(1024, 1024),
+        _sd35(1024, 1024, modes=(EAGER, BLOCKS)),
         _qwen(1328, 1328),
         _zimage(1024, 1024),
         _pixart(2048, 2048, options={"target": "stack"}),

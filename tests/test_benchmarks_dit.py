@@ -1,6 +1,7 @@
 """The benchmark of diffusion transformers runs, on tiny models, and its bound is one."""
 
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from bound import apply_bound
 from dit_settings import Setting
+from torch._dynamo.testing import CompileCounterWithBackend
 from zoo_diffusers import PIXART_CONFIG
 from zoo_dit import DITS
 
 import tomesd
 from tomesd.bench.models import shared_copy
 from tomesd.bench.rows import Row, read_rows
+from tomesd.bench.tables import comparisons
 
 TINY: dict[str, dict[str, Any]] = {
     DITS[name].kind: DITS[name].config
@@ -84,6 +87,72 @@ def test_whole_images_are_timed_with_presets(
     assert len(times) == 2 * 4 * 28  # once for the memory, and once for the time
     levels = [t / (3 - 2 * t) for t in times[:28]]  # without the shift
     assert levels == pytest.approx([1 - k / 28 for k in range(28)])
+
+
+def deep(setting: Setting) -> Setting:
+    """The same with more blocks, if its configuration tells how many it has."""
+    layers = {"num_layers": 5, "num_single_layers": 5}
+    known = {name: count for name, count in layers.items() if name in setting.config}
+    return replace(setting, config={**setting.config, **known})
+
+
+@pytest.mark.usefixtures("tiny_dit")
+@pytest.mark.parametrize(
+    ("name", "graphs"), [("Flux.1-dev 64x64", [3, 4, 4, 4, 4]), ("SD3.5-large", [2, 1, 1, 1, 1])]
+)
+def test_blocks_of_a_kind_are_compiled_once_for_each_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, graphs: list[int]
+) -> None:
+    monkeypatch.setenv("TOMESD_COMMIT", "")
+    counter, made = CompileCounterWithBackend("eager"), []
+    compile_module, prepare = torch.nn.Module.compile, dit.Runner.prepare
+
+    def prepare_and_count(*args: Any) -> Any:
+        before = counter.frame_count
+        ready = prepare(*args)
+        made.append(counter.frame_count - before)
+        return ready
+
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compile_module, backend=counter))
+    monkeypatch.setattr(dit.Runner, "prepare", prepare_and_count)
+    settings = {"transformers": tuple(map(deep, dit.SETTINGS["transformers"]))}
+    monkeypatch.setattr(dit, "SETTINGS", settings)
+    torch._dynamo.reset()
+    rows = dit_rows(tmp_path, "--only", name, "--mode", "compile-blocks")
+    assert [row["error"] for row in rows] == [None] * 5
+    assert made == graphs
+
+
+@pytest.mark.usefixtures("tiny_dit")
+def test_each_row_is_written_when_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOMESD_COMMIT", "")
+    prepare = dit.Runner.prepare
+
+    def stop(self: Any, kind: str, options: dict[str, Any] | None) -> Any:
+        if (options or {}).get("ratio") == 0.75:
+            raise KeyboardInterrupt
+        return prepare(self, kind, options)
+
+    monkeypatch.setattr(dit.Runner, "prepare", stop)
+    with pytest.raises(KeyboardInterrupt):
+        dit_rows(tmp_path, "--only", "SD3.5-large", "--mode", "eager")
+    rows = read_rows(tmp_path / "dit.jsonl")
+    assert [row["label"] for row in rows] == ["unpatched", "ratio 0.5", "bound 0.5"]
+    # The unpatched model takes turns with each of the others.
+    [found] = comparisons(rows)
+    assert "unpatched_seconds" not in rows[0]
+    for row in rows[1:]:
+        assert found.speedup(row) == row["unpatched_seconds"] / row["seconds"]
+
+
+def test_no_way_is_begun_without_time(capsys: pytest.CaptureFixture[str]) -> None:
+    setting, model = tiny(dit.SETTINGS["transformers"][0]), DITS["flux"].build()
+    has_time = iter([True, True, False]).__next__
+    rows = dit.Runner(setting, "eager", model).rows(dit.Effort(seconds=0), has_time)
+    assert [row["label"] for row in rows] == ["unpatched", "ratio 0.5"]
+    assert "bound 0.5: no time left" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("tiny_dit")

@@ -36,20 +36,19 @@ class Comparison:
         return None if row is None else row["seconds"]
 
     def speedup(self, row: Row) -> float | None:
-        base = self.seconds(UNPATCHED)
+        """How many times as fast as the unpatched model: as it was beside this row, if known."""
+        base = row.get("unpatched_seconds") or self.seconds(UNPATCHED)
         if base is None or row["seconds"] is None:
             return None
-        return base / row["seconds"]
+        return float(base / row["seconds"])
 
     def recovered(self, row: Row) -> float | None:
-        base = self.seconds(UNPATCHED)
         # The bound of the same ratio, where there are several.
-        free = next(
-            (r["seconds"] for r in self if r["variant"] == FREE and _ratio(r) == _ratio(row)), None
-        )
-        if base is None or free is None or row["seconds"] is None:
+        free = next((r for r in self if r["variant"] == FREE and _ratio(r) == _ratio(row)), None)
+        ours, best = self.speedup(row), None if free is None else self.speedup(free)
+        if ours is None or best is None:
             return None
-        return recovered(base, row["seconds"], free)
+        return recovered(1, 1 / ours, 1 / best)
 
 
 def _ratio(row: Row) -> float | None:

@@ -34,8 +34,8 @@ class Way:
         return "tomesd" if self.options else "unpatched" if fewer else "unmerged"
 
 
-FEW = 0.5
-"""Share of the images of rows to explore with."""
+FEW, MERGED = 0.5, 0.19
+"""Shares of the images of rows to explore with, and of those of merging, which are no match."""
 
 
 def merged(label: str, share: float = FEW, **options: Any) -> Way:
@@ -61,7 +61,9 @@ def cheaper(share: float = FEW, *, steps: float = 1.0, **options: Any) -> Way:
         options = {"reuse_start": options.get("coarse"), **options}
         to = f" to {options['reuse_end']}" if "reuse_end" in options else ""
         blocks = ", all blocks" if "depth" in options else ""
-        words["reuse"] = f"reuse {options['reuse']}{to} from {options['reuse_start']:g}{blocks}"
+        within = f", within {options['reuse_within']:g}" if "reuse_within" in options else ""
+        start = options["reuse_start"]
+        words["reuse"] = f"reuse {options['reuse']}{to} from {start:g}{within}{blocks}"
     if steps < 1:
         words["fewer steps"] = f"{steps:.2g} of the steps"
     names = [*words]
@@ -80,52 +82,45 @@ MOST: Options = {"ratio": 0.75, "end": 0.5}
 TAYLOR: Options = {"disable_cache_before_step": 3, "max_order": 1}
 
 TRANSFORMER = [
-    # At about three times the speed, and four times: with many images.
-    cheaper(1, coarse=0.35, reuse=4, **ALL),
-    cheaper(1, steps=0.36),
-    cached(
-        "magnitude", "MagCache 0.12, 5", 1, threshold=0.12, max_skip_steps=5, retention_ratio=0.2
-    ),
-    cheaper(coarse=0.35, reuse=6, **ALL),
-    cheaper(coarse=0.35, reuse=3, steps=0.71, **ALL),
+    # At about four times the speed.
+    cheaper(1, coarse=0.35, reuse=6, **ALL),
     cheaper(steps=0.25),
     cached(
         "magnitude", "MagCache 0.3, 6, 0.1", threshold=0.3, max_skip_steps=6, retention_ratio=0.1
     ),
-    # At about twice the speed.
-    *(cheaper(1, reuse=2, reuse_start=0.2, reuse_end=end, **ALL) for end in (8, 12)),
-    cheaper(1, reuse=2, reuse_start=0.15, reuse_end=12, **ALL),
-    Way("fewer steps", "the 12 steps that balanced runs", levels=RUN_BY_BALANCED),
-    cheaper(1, reuse=2, reuse_start=0.2, reuse_end=4, **ALL),
-    cheaper(reuse=4, reuse_start=0.25, **ALL),
-    cheaper(0.4, reuse=3, reuse_start=0.25, **ALL),
+    # From twice to three times.
+    cheaper(1, reuse=2, reuse_start=0.2, reuse_end=8, **ALL),
+    cached(
+        "magnitude", "MagCache 0.12, 5", 1, threshold=0.12, max_skip_steps=5, retention_ratio=0.2
+    ),
+    cheaper(reuse=2, reuse_start=0.18, reuse_end=8, **ALL),
+    cheaper(reuse=2, reuse_start=0.14, reuse_end=7, **ALL),
+    cheaper(1, steps=0.36),
+    cheaper(steps=0.5),
+    cheaper(reuse=2, reuse_start=0.16, reuse_end=10, reuse_within=0.15, **ALL),
+    cheaper(reuse=3, reuse_start=0.14, reuse_end=6, **ALL),
+    cheaper(reuse=2, reuse_start=0.16, reuse_end=6, **ALL),
+    cheaper(0.4, reuse=2, reuse_start=0.18, reuse_end=4, **ALL),
+    cached(
+        "magnitude", "MagCache 0.06, 3", 0.4, threshold=0.06, max_skip_steps=3, retention_ratio=0.2
+    ),
+    cheaper(coarse=0.35, reuse=4, **ALL),
+    cheaper(0.4, reuse=2, reuse_start=0.25),
+    cheaper(0.4, coarse=0.3),
     cached("taylor", "TaylorSeer 3", 0.4, cache_interval=3, **TAYLOR),
     cached("first block", "first block cache 0.2", 0.4, threshold=0.2),
     cached("taylor", "TaylorSeer 5", 0.25, cache_interval=5, **TAYLOR),
     # What the library did first.
-    merged("merged to .5", 1, **HALF),
-    merged("merged at all steps", 1, ratio=0.5, start=0.0, end=1.0),
-    merged("three quarters merged to .5", 1, **MOST),
-    merged("three quarters merged to .5, whole image", 1, **MOST, window=0),
-    merged("merged to .5, within cells", 1, **HALF, window=2),
-    # Each part alone, as fast as all together.
-    cheaper(0.256, reuse=6, reuse_start=0.2, **ALL),
+    merged("merged to .5", MERGED, **HALF),
+    merged("merged at all steps", MERGED, ratio=0.5, start=0.0, end=1.0),
+    merged("three quarters merged to .5", MERGED, **MOST),
+    merged("three quarters merged to .5, whole image", MERGED, **MOST, window=0),
     # Each family from slow to fast.
-    cheaper(reuse=2, reuse_start=0.5),
-    cheaper(reuse=2, reuse_start=0.25),
-    cheaper(1, reuse=3, reuse_start=0.25),
-    cheaper(reuse=3, reuse_start=0.15, **ALL),
-    cheaper(reuse=2, reuse_start=0.15, **ALL),
-    cheaper(1, coarse=0.3),
-    cheaper(steps=0.71),
-    cheaper(1, steps=0.5),
-    cached("first block", "first block cache 0.12", threshold=0.12),
-    cached("magnitude", "MagCache 0.06, 3", threshold=0.06, max_skip_steps=3, retention_ratio=0.2),
-    cached("taylor", "TaylorSeer 2", cache_interval=2, **TAYLOR),
-    cheaper(coarse=0.15, reuse=2, **ALL),
-    cheaper(coarse=0.35, reuse=3, **ALL),
-    *(cheaper(coarse=end, reuse=every) for end in (0.15, 0.25, 0.35) for every in (2, 3, 4)),
-    cheaper(coarse=0.25, reuse=3, reuse_start=0.5),
+    cheaper(0.4, reuse=3, reuse_start=0.25, **ALL),
+    cheaper(0.3, steps=0.71),
+    cached("taylor", "TaylorSeer 2", 0.4, cache_interval=2, **TAYLOR),
+    cached("first block", "first block cache 0.12", 0.4, threshold=0.12),
+    Way("fewer steps", "the 12 steps that balanced runs", levels=RUN_BY_BALANCED),
     # With few steps, presets do something else than their rows above.
     *(Way("presets", f"preset {name}", o, share=FEW) for name, o in PRESETS["transformer"].items()),
 ]

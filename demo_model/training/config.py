@@ -201,6 +201,38 @@ class TransformerRun(FlowRun):
 
 
 @dataclass(frozen=True)
+class NumbersRun(TransformerRun):
+    """Rounds of drawing and learning at 256 px, then at 512 px; see `train_numbers.py`."""
+
+    seconds: float = 500.0
+    seed: int = 7
+    middle_share: float = 0.7
+    learning_rate: float = 3e-4
+    warmup_steps: int = 10
+    decay_share: float = 0.3
+    ema_decay: float = 0.95
+    caption_dropout: float = 0.15
+    high_noise: float = 0.2
+    layout_weight: float = 0.0
+    # Captions of a round, and pictures of each.
+    captions: int = 100
+    full_captions: int = 24
+    tries: int = 8
+    # Of captions with fewer than three objects, which seldom go wrong, the share that is drawn.
+    easy_share: float = 0.2
+    # How often each picture is learnt from, with fresh noise of at least the lowest level.
+    uses: int = 2
+    lowest_level: float = 0.4
+    # How far a picture better or worse than its likes moves the prediction towards or from it.
+    strength: float = 2.0
+    guidance: float = 4.0
+    # Of the pictures of a step.
+    composed_share: float = 0.3
+    # Held-out captions that are counted at the start and at the end.
+    judged: int = 160
+
+
+@dataclass(frozen=True)
 class GuidanceRun(TransformerRun):
     """The sizes of the transformer; its targets are the guided predictions of a teacher."""
 
@@ -239,10 +271,11 @@ class VideoRun(FlowRun):
 class ClassifierRun:
     """The judge of caption agreement: sees composed scenes only, never samples."""
 
-    seconds: float = 70.0
-    pixels: int = 128
+    seconds: float = 120.0
     batch: int = 256
     learning_rate: float = 2e-3
+    # Batches of fresh scenes that it is tried on in the end.
+    judged_batches: int = 8
 
 
 def parse(run: type[T], **paths: str) -> tuple[T, argparse.Namespace]:

@@ -19,20 +19,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import torchmetrics
 from diffusers import AutoencoderKL
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor
 
 import tomesd_demo_model
 from data import describe
 from distances import FEW_FOR_FID, FEW_FOR_KID, Inception, distances
+from judge import Judge, agreement, load_judge, targets
 from scenes import Composer
 from tokenizer import WordTokenizer
 from tomesd_demo_model.captions import sample_scenes
-from train_classifier import Classifier, agreement, targets
 
 SEED = 11
 
@@ -49,7 +47,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     world = HeldOut(args.sprites, args.device)
-    judge = Judge(args.classifier, args.device)
+    judge = load_judge(args.classifier, args.device)
     inception = Inception(args.inception, args.device) if args.inception else None
     reference = Reference(world, inception, args.reference) if inception else None
     report: dict[str, dict] = {
@@ -78,7 +76,9 @@ def score(
     """Every score of samples [B, 3, s, s] and of as many composed scenes."""
     count, side = len(pictures), pictures.shape[-1]
     labels, composed = world.labels(slice(count)), world.pictures(slice(count), side)
-    samples, ceiling = judge(pictures, labels), judge(composed, labels)
+    samples, ceiling = (
+        agreement(judge.see(part.to(world.device), 32), labels) for part in (pictures, composed)
+    )
     if reference and count >= FEW_FOR_KID:
         samples |= reference.distances(pictures)
     # KID of composed scenes is zero but for chance; their FID is not.
@@ -120,26 +120,6 @@ def load_folder(folder: Path, limit: int | None = None) -> Tensor:
     if not found:
         return torch.empty(0)
     return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).float().div(127.5).sub(1)
-
-
-class Judge:
-    """The classifier of `train_classifier.py`, on pictures of any size."""
-
-    def __init__(self, weights: Path, device: str) -> None:
-        self.network = Classifier()
-        self.network.load_state_dict(load_file(weights))
-        self.network.eval().to(device)
-        self.device = device
-
-    @torch.no_grad()
-    def __call__(self, pictures: Tensor, labels: dict[str, Tensor]) -> dict[str, float]:
-        """Agreement of pictures [B, 3, s, s] in [-1, 1] with their captions' labels."""
-        parts = []
-        for part in pictures.split(32):
-            small = F.interpolate(part.to(self.device), size=(128, 128), mode="area")
-            parts.append(self.network(small))
-        logits = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        return agreement(logits, labels)
 
 
 class Reference:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -163,10 +163,19 @@ def guided(
 
 
 def euler(
-    direction: Callable[[Tensor, Tensor], Tensor], x: Tensor, tokens: int, steps: int
+    direction: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    tokens: int,
+    steps: int,
+    kept: Sequence[int] = (),
 ) -> Tensor:
-    """Data from noise `x` [B, ...] by Euler steps along `direction(x, levels [B])`."""
+    """Data from noise `x` [B, ...] by Euler steps along `direction(x, levels [B])`.
+
+    With `kept`, only those of the steps are made.
+    """
     levels = torch.linspace(1, 1 / steps, steps, device=x.device)
+    if kept:
+        levels = levels[list(kept)]
     levels = F.pad(shifted(levels, tokens), (0, 1))
     for now, after in itertools.pairwise(levels):
         with torch.autocast(x.device.type, torch.bfloat16):
@@ -184,8 +193,9 @@ def sample(
     *,
     guidance: float = 4.0,
     steps: int = 28,
+    kept: Sequence[int] = (),
 ) -> Tensor:
-    """Latents [B, 4, h, w] from noise of that shape.
+    """Latents [B, 4, h, w] from noise of that shape; with `kept`, by those steps only.
 
     `text` and `without` are what `TextEncoder` gives for the captions and for no caption.
     """
@@ -196,4 +206,4 @@ def sample(
         step = functools.partial(direction, text=text, guidance=asked)
     else:
         step = functools.partial(guided, direction, text=text, without=without, guidance=guidance)
-    return unpack(euler(step, x, x.shape[1], steps))
+    return unpack(euler(step, x, x.shape[1], steps, kept))

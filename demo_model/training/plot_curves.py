@@ -27,9 +27,28 @@ def losses(axes: Axes, log: list[dict]) -> None:
     axes.legend()
 
 
+def counting(axes: Axes, log: list[dict]) -> None:
+    """Share of pictures with the right objects against steps; larger marks are held out."""
+    for side in sorted({row["side"] for row in log}):
+        drawn = [row for row in log if row["side"] == side and "right" in row]
+        label = f"{side} x {side} latents"
+        [dots] = axes.plot(
+            [r["step"] for r in drawn], [r["right"] for r in drawn], ".", label=label
+        )
+        step, held_out = 0, []
+        for row in log:
+            step = row.get("step", step)
+            if row["side"] == side and "held_out" in row:
+                held_out.append((step, row["held_out"]))
+        axes.plot(*zip(*held_out, strict=True), "D-", color=dots.get_color(), label="held out")
+    axes.set(title="learning to count", xlabel="step", ylabel="share of pictures that are right")
+    axes.legend()
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, 4, figsize=(18, 3.6), layout="constrained")
+    left, middle, right, last = axes
     auto = rows(folder / "autoencoder.jsonl")
     for side in sorted({row["side"] for row in auto}):
         part = [row for row in auto if row["side"] == side]
@@ -41,6 +60,7 @@ def main() -> None:
     middle.set(title="UNet", ylabel="loss (v, mean squared error)")
     losses(right, rows(folder / "transformer.jsonl"))
     right.set(title="transformer", ylabel="loss (flow, mean squared error)", ylim=(0, 0.6))
+    counting(last, rows(folder / "numbers.jsonl"))
     figure.savefig(folder / "curves.png", dpi=110)
 
 

@@ -30,12 +30,12 @@ from tomesd.settings import Settings
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PRESET_ROWS = {
-    "unet": {name: IN_SHORT[f'`preset="{name}"`'] for name in PRESETS["unet"]},
-    "transformer": {
-        "quality": "reuse 2 from 0.25",
-        "balanced": "reuse 2 to 8 from 0.2, all blocks",
-        "fast": "coarse to 0.35, reuse 6 from 0.35, all blocks",
+    "unet": {
+        "quality": "reuse 2 from 0.5",
+        "balanced": "reuse 2 from 0.25",
+        "fast": "reuse 2 from 0",
     },
+    "transformer": {name: IN_SHORT[f'`preset="{name}"`'] for name in PRESETS["transformer"]},
 }
 """Labels of the trade-offs that presets are, by kind of model."""
 

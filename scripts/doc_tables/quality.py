@@ -209,13 +209,16 @@ def options(_: Results) -> Table:
 
 IN_SHORT = {
     "unmerged": "unmerged",
-    "`ratio=0.5`, as in 0.1.3": "merged .5",
-    '`preset="quality"`': "reuse 2 from 0.5",
-    '`preset="balanced"`': "reuse 2 from 0.25",
-    '`preset="fast"`': "reuse 2 from 0",
-    "three quarters of the steps": "0.75 of the steps",
+    '`preset="quality"`': "reuse 2 from 0.25",
+    '`preset="balanced"`': "reuse 2 to 8 from 0.2, all blocks",
+    '`preset="fast"`': "coarse to 0.35, reuse 6 from 0.35, all blocks",
+    "half of the steps": "0.5 of the steps",
+    "a quarter of the steps": "0.25 of the steps",
+    "MagCache, cautious": "MagCache 0.12, 5",
+    "MagCache, fast": "MagCache 0.3, 6, 0.1",
+    "`ratio=0.5`": "merged to .5",
 }
-"""The presets of UNets, beside the paper's way to merge and fewer steps."""
+"""The presets of transformers, beside fewer steps, the best cache of diffusers, and merging."""
 WINDOWS = {
     "the whole image": "attn 0.3, window 0",
     ORIGINAL: "0.1.3 0.3",
@@ -239,9 +242,9 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "quality": lambda results: named(
         "",
         IN_SHORT,
-        tradeoff_rows(results, "unet", 256),
-        scores("KID x 1000", "more than unmerged", "LPIPS", "PSNR", PSNR=1),
+        tradeoff_rows(results, "transformer", 512),
         {"speed-up": "{speedup:.2f}x"},
+        scores("KID x 1000", "more than unmerged", "LPIPS", "PSNR", PSNR=1),
     ),
     "the paper's ratios": paper,
     "windows": lambda results: named("r = 0.3", WINDOWS, results.quality("front", "even"), ALL),

@@ -187,7 +187,7 @@ def map_title(map: MergeMap, step: int) -> str:
     words = [f"{map.slots} of {map.slot.size} tokens"] if map.slots < map.slot.size else []
     words += ["coarse"] if map.coarse else []
     words += ["reused"] if map.reused else []
-    return f"step {step}: {', '.join(words) or 'nothing merged'}"
+    return f"step {step}: {', '.join(words) or 'all tokens computed'}"
 
 
 def three_steps(steps: int) -> tuple[int, ...]:

@@ -122,7 +122,10 @@ def _method(cls: type, role: Role, name: str) -> Any:
             return inner(*args, **kwargs)
         return role.run(self, patch, inner, args, kwargs)
 
-    return method
+    # torch.compile keeps up to eight graphs for a code object, which all blocks would share.
+    own: Any = method
+    own.__code__ = own.__code__.replace()
+    return own
 
 
 def _forget_image(self: nn.Module, *args: Any, **kwargs: Any) -> None:

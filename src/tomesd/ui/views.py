@@ -38,7 +38,7 @@ def numbers(result: Result) -> str:
         ("", "unmerged", "merged"),
         ("---", "---:", "---:"),
         ("Image", f"{unmerged.seconds:.2f} s", f"{merged.seconds:.2f} s"),
-        ("Fastest step", f"{unmerged.step_seconds:.3f} s", f"{merged.step_seconds:.3f} s"),
+        ("Step, on average", f"{unmerged.step_seconds:.3f} s", f"{merged.step_seconds:.3f} s"),
         ("Peak memory", *(_memory(one.peak_mib) for one in (unmerged, merged))),
         ("Tokens on the finest merged grid", *_tokens(result)),
     ]

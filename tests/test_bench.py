@@ -545,7 +545,9 @@ def test_the_command_says_that_steps_differ(tmp_path: Path, capsys) -> None:
     words = ["--sizes", "64", "--seconds", "0", "--out", str(tmp_path)]
     for options, told in ((["--preset", "fast"], True), (["--ratios", "0.5"], False)):
         bench(*words, *options)
-        assert ("--what pipeline measures whole images" in capsys.readouterr().out) is told
+        printed = capsys.readouterr().out
+        assert ("--what pipeline measures whole images" in printed) is told
+        assert ("tomesd, reuse 2" in printed) is told
 
 
 def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str) -> None:

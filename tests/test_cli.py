@@ -86,6 +86,17 @@ def test_show_draws_a_map(model: str, tmp_path: Path, source: str, capsys) -> No
         assert image.width > 4 * one
 
 
+def test_show_says_what_a_picture_cannot_show(model: str, tmp_path: Path, capsys) -> None:
+    """Each of its steps is looked at alone."""
+    picture, words = tmp_path / "picture.png", "only --prompt can show"
+    Image.effect_noise((128, 128), 60).convert("RGB").save(picture)
+    given = ["show", "--image", str(picture), *small(model, tmp_path / "map.png")]
+    assert run([*given, "--reuse", "2", "--when", "always"]) == 0
+    assert words in capsys.readouterr().out
+    assert run([*given, "--preset", "fast"]) == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

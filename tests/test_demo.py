@@ -53,6 +53,15 @@ def test_it_leaves_pictures_that_open_and_a_table(demo: Path) -> None:
     assert [row["tokens"] for row in rows(demo)] == [1024, 768, 512, 256]
 
 
+def test_titles_that_are_wider_than_the_pictures_do_not_meet() -> None:
+    picture = Image.new("RGB", (64, 64), "red")
+    titles = ["|unmerged - ratio 0.5, coarse 0.35| x4", "step 14: 2048 of 4096 tokens, coarse"]
+    alone = [comparison.label_grid([[picture]], [words], ["fox"]).width for words in titles]
+    together = comparison.label_grid([[picture, picture]], titles, ["fox"])
+    assert together.width == sum(alone) - 8 > 500  # the margin between them counts once
+    assert together.getpixel((alone[0], 60)) == (255, 0, 0), "a picture is below its title"
+
+
 def test_merged_images_differ_but_stay_close(demo: Path) -> None:
     """Measured: 25.6, 24.9 and 21.2 dB."""
     base, *merged = rows(demo)
@@ -268,7 +277,7 @@ def test_maps_of_each_step_end_where_merging_ends(transformer: Any) -> None:
     [
         (
             {"preset": "fast"},
-            {0: "64 of 256 tokens, coarse", 3: "nothing merged", 4: "reused"},
+            {0: "64 of 256 tokens, coarse", 3: "all tokens computed", 4: "reused"},
         ),
         (
             {"coarse": 0.2, "reuse": 2, "end": 0.8, "when": "always"},

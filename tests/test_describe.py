@@ -32,6 +32,14 @@ def test_the_tokens_it_tells_are_those_the_layers_get(host: Host) -> None:
     assert levels[0].downsample == host.finest
 
 
+@pytest.mark.filterwarnings("error::tomesd.MergeWarning")
+def test_a_coarse_step_is_no_reason_for_a_warning() -> None:
+    """Nothing merges in it, whatever the ratio."""
+    pipe = tomesd.apply_patch(load_pipeline("transformer"), ratio=0.5, coarse=0.4, when="always")
+    (part,) = tomesd.describe(pipe, 128, 128).parts
+    assert part.coarse_tokens == 64 and part.levels[0].merged_tokens == 128
+
+
 @pytest.mark.parametrize(
     ("share", "selector"),
     [("block", "bipartite"), ("level", "bipartite"), ("level", "kmeans"), ("block", "grid")],

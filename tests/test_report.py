@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import shutil
+import warnings
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -35,7 +36,7 @@ from tomesd.evaluation import (
     read_results,
 )
 from tomesd.evaluation.estimates import speedup_estimate
-from tomesd.evaluation.figures import draw_pareto, pareto_front
+from tomesd.evaluation.figures import draw_pareto, draw_spread, pareto_front
 from tomesd.evaluation.metrics import Pictures, QualityMetric
 from tomesd.evaluation.report import _sureness, write_report
 from tomesd.evaluation.results import labels_of, methods_of
@@ -150,7 +151,7 @@ def test_the_plots_are_files_too(run: Run, page: Page) -> None:
 
 def test_the_table_has_the_numbers_of_the_run(run: Run, page: Page) -> None:
     head, base, *rows = page.rows
-    assert head[0] == "Method" and head[-1].startswith("Time (s/im)")  # no memory of a CPU
+    assert head[0] == "Method" and head[-1].startswith("Time (s/step)")  # no memory of a CPU
     assert base[0].startswith("Baseline")
     assert len(rows) == 4
     results = {
@@ -164,7 +165,8 @@ def test_the_table_has_the_numbers_of_the_run(run: Run, page: Page) -> None:
         result = results["True" in method, float(row[0]) / 100]
         lpips = result.metrics["lpips"]
         assert row[column - 1] == f"{lpips.value:.4f}{lpips.low:.4f} to {lpips.high:.4f}"
-        assert row[-1].startswith(f"{result.seconds:.3f}")
+        assert row[-2].startswith(f"{result.seconds:.3f}")
+        assert row[-1] == f"{result.step_seconds:.3f}"
 
 
 def test_the_worst_come_first(run: Run, page: Page) -> None:
@@ -344,6 +346,32 @@ def test_methods_are_told_apart_by_what_differs() -> None:
     assert labels_of([results[0], results[2]]) == {"unmerged": "unmerged", "a": "50 %"}
     nothing = result("a", "merged", ratio=0.0, coarse=0.35, reuse=6, reuse_start=0.3)
     assert labels_of([results[0], nothing])["a"] == "coarse 0.35, reuse 6"
+
+
+def test_a_label_says_nothing_twice_and_no_defaults() -> None:
+    def result(name: str, **settings: Any) -> Result:
+        variant = Variant(name, "merged", {"coarse": None, "reuse": None} | settings)
+        return Result(variant, 4, 1.0, 0.1, Estimate(1.2), 10.0, 0, {})
+
+    results = [
+        result("a", ratio=0.5),
+        result("b", ratio=0.0, coarse=0.35, reuse=6),
+        result("c", ratio=0.5, coarse=0.35),
+    ]
+    assert labels_of(results) == {
+        "a": "50 %",
+        "b": "coarse 0.35, reuse 6",
+        "c": "50 %, coarse 0.35",
+    }
+    assert list(methods_of(results)) == ["coarse 0.35, reuse 6", "tomesd", "coarse 0.35"]
+
+
+def test_long_labels_leave_the_plot_room() -> None:
+    lpips = next(metric for metric in METRICS if metric.name == "lpips")
+    label = ", ".join(f"{name} 0.5" for name in ("coarse", "end", "reuse_start", "tau") * 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of matplotlib, which would cut them off
+        assert draw_spread({label: [0.1, 0.2, 0.3]}, lpips) is not None
 
 
 def test_there_is_no_plot_of_nothing() -> None:

@@ -1,5 +1,6 @@
 """How pipelines are called: each by the arguments that it takes."""
 
+import time
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from pipelines_dit import PIPELINES, STEPS
 from zoo_diffusers import make_sd_pipeline, make_sdxl_pipeline
 
-from tomesd.generation import Sampling, load_pipeline
+from tomesd.generation import Sampling, load_pipeline, sample
 from tomesd.generation.sampling import _callback, _Clock, call_pipeline
 
 WIDTH, HEIGHT = 64, 96
@@ -57,6 +58,15 @@ def test_guidance_and_steps_reach_a_transformer(name: str, argument: str, own: f
 def test_what_is_not_given_is_the_models_own(make: Any, guidance: float, size: Any) -> None:
     sampling = Sampling.of(make())
     assert (sampling.guidance, (sampling.width, sampling.height)) == (guidance, size)
+
+
+def test_the_seconds_of_a_step_are_those_on_average() -> None:
+    """Steps that leave a part of the model out would make the fastest one say nothing."""
+    pipe = make_sd_pipeline()
+    wait = iter((0.0, 0.0, 0.0, 0.4))
+    pipe.unet.register_forward_pre_hook(lambda *_: time.sleep(next(wait)))
+    made = sample(pipe, "a cat", size=(WIDTH, HEIGHT), steps=4, guidance=1.0)
+    assert 0.4 / 3 < made.step_seconds < 0.4
 
 
 def test_what_a_model_cannot_do_is_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from merging_dit import ALWAYS, SUPPORTED, assert_differs, assert_rounding, at_noise
+from pipelines_dit import PIPELINES, run
 from torch._dynamo.testing import CompileCounterWithBackend
 from zoo_dit import Dit, alone
 
@@ -165,6 +166,29 @@ def test_blocks_of_a_kind_have_their_graphs_in_common(options: dict[str, Any], m
     many = {"num_layers": 6, "num_single_layers": 8}
     graphs = graphs_of_blocks(options, **few)
     assert graphs == graphs_of_blocks(options, **many) == graphs_of_blocks({}, **few) + more
+
+
+@pytest.mark.parametrize(
+    ("order", "options"),
+    [
+        ("patch, compile", {"ratio": 0.5, "when": "always"}),
+        ("compile, patch", {"preset": "fast"}),
+    ],
+    ids=["ratio", "fast"],
+)
+def test_an_image_with_repeated_blocks(order: str, options: dict[str, Any]) -> None:
+    """Each kind of block may have as many graphs as PyTorch allows, not all of them together."""
+    pipe, arguments = PIPELINES["flux"]()
+    arguments["num_inference_steps"] = 8
+    tomesd.apply_patch(pipe, **options)
+    eager = run(pipe, arguments)
+    tomesd.remove_patch(pipe)
+    for action in order.split(", "):
+        if action == "patch":
+            tomesd.apply_patch(pipe, **options)
+        else:
+            pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="eager")
+    assert_rounding(run(pipe, arguments), eager)
 
 
 def test_a_graph_for_each_ratio() -> None:

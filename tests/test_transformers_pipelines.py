@@ -237,6 +237,7 @@ def test_presets_and_options_together() -> None:
 
 # Pipelines whose models cannot run on shapes, or that are slow to describe.
 DESCRIBED = ["flux_controlnet", "sd3_controlnet", "qwen", "wan", "ltx", "mochi", "cogvideox"]
+DESCRIBED += ["bria"]
 
 
 @pytest.mark.parametrize("name", DESCRIBED)

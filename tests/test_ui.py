@@ -102,7 +102,9 @@ def test_two_passes_draw_the_same_small_image_again_larger(studio: Studio) -> No
     assert made.merged.image.size == made.unmerged.image.size == (256, 256)
     assert same(made.merged.image, expected.image)
     assert not same(made.merged.image, made.unmerged.image)
-    assert len(made.maps) == 2 and all(made.maps)  # half of the steps are the second pass
+    assert len(made.steps) == 2 and all(
+        step.maps for step in made.steps
+    )  # half of the steps are the second pass
     larger = studio.make(request(steps=4, settings=replace(ALWAYS, ratio=0.25), hires=True))
     assert larger.reused and not same(larger.merged.image, made.merged.image)
 
@@ -119,11 +121,11 @@ def test_the_unmerged_image_is_made_once_for_several_settings(studio: Studio) ->
 
 def test_maps_have_the_tokens_of_each_step(studio: Studio) -> None:
     made = studio.make(request(settings=replace(ALWAYS, end=0.5), steps=4))
-    assert [map is not None for map in made.maps] == [True, True, False, False]
+    assert [bool(step.maps) for step in made.steps] == [True, True, False, False]
     side = 128 // make_sd_pipeline().vae_scale_factor
-    for map in made.maps[:2]:
+    for map in (step.map for step in made.steps[:2]):
         assert map is not None and map.slot.shape == (side, side)
-        assert int(map.slot.max()) + 1 == side * side // 2
+        assert map.slots == side * side // 2
     picture, words = made.map_at(1)
     assert not same(picture, made.map_at(2)[0])
     assert f"{side * side} tokens were merged into {side * side // 2}" in words
@@ -134,9 +136,19 @@ def test_maps_have_the_tokens_of_each_step(studio: Studio) -> None:
 
 def test_steps_that_leave_a_part_out_are_named(studio: Studio) -> None:
     made = studio.make(request(settings=replace(ALWAYS, reuse=2), steps=6))
-    assert made.left_out == (False, True, False, True, False, False)
-    assert ["did not run" in made.map_at(step)[1] for step in range(1, 7)] == [*made.left_out]
+    left_out = [step.reused for step in made.steps]
+    assert left_out == [False, True, False, True, False, False]
+    assert ["did not run" in made.map_at(step)[1] for step in range(1, 7)] == left_out
     assert "a part of the model left out at 2" in summary(made)
+
+
+def test_steps_on_a_coarser_image_are_drawn_and_named(studio: Studio) -> None:
+    made = studio.make(request(settings=Settings(ratio=0.0, coarse=0.4), steps=6))
+    assert "Merged at 0 of 6 steps, on a coarser image at 2" in summary(made)
+    picture, words = made.map_at(1)
+    assert words == "Step 1 of 6: the image was coarser, with 64 of 256 tokens."
+    assert not same(picture, made.merged.image) and same(made.map_at(3)[0], made.merged.image)
+    assert "nothing was merged" in made.map_at(3)[1]
 
 
 def test_why_nothing_was_merged_is_said(studio: Studio, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,8 @@ _SPATIAL = (
     "vae_spatial_compression_ratio",
     "vae_spatial_scale_factor",
 )
+_IN_ONE = {"BriaPipeline": 2}
+"""Pipelines that count so many latent pixels, of which they make a token, as one."""
 _TEMPORAL = (
     "vae_scale_factor_temporal",
     "vae_temporal_compression_ratio",
@@ -221,7 +223,8 @@ def _latent_size(model: Any, height: int | None, width: int | None) -> tuple[int
     width = own[1] * scale if width is None else width
     _check_count("height", height, scale, " pixels")
     _check_count("width", width, scale, " pixels")
-    return height // scale, width // scale
+    in_one = _IN_ONE.get(type(model).__name__, 1)
+    return in_one * (height // scale), in_one * (width // scale)
 
 
 def _latent_frames(model: Any, num_frames: int | None) -> int:
@@ -274,7 +277,8 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     if flops is None or merged_flops is None:
         merging, flops, merged_flops = decided, 0, 0
     levels, counts = _levels(merging.decisions), (found.blocks, flops, merged_flops)
-    coarse = _coarse(found, Call(patch, settings, size, coarse=True), inputs)
+    # Nothing merges in a coarse step, and that needs no warning.
+    coarse = _coarse(found, Call(patch, settings, size, ratio=0.0, coarse=True), inputs)
     reused = _reused(found, patch, size, inputs) if flops > 0 else 0
     return Part(found.name, patch.settings, size, levels, *counts, merging.verdict, *coarse, reused)
 

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from ..files import whole_file
-from .contenders import FREE, UNPATCHED
 from .rows import Row
-from .tables import Comparison, comparisons, duration
+from .tables import Comparison, besides_merging, comparisons, duration
 
 COLOURS = {"unpatched": "#777777", "original": "#d1495b", "tomesd": "#00798c", "free": "#c7b446"}
 
@@ -64,9 +63,10 @@ def _bar(axes: Any, place: float, row: Row) -> None:
 
 
 def _bar_name(group: Comparison, row: Row) -> str:
-    name = str(row["label"])
-    if row["variant"] not in (UNPATCHED, FREE) or row["settings"]:
+    name, besides = str(row["label"]), besides_merging(row)
+    if row["settings"] and (row["settings"]["ratio"] > 0 or not besides):
         name += f" {row['settings']['ratio']:g}"
+    name = ", ".join([name, *besides])
     if row is next(iter(group)):
         first = group.first
         where = first["setting"] or f"{first['model']} {first['width']}x{first['height']}"

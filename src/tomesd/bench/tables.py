@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .contenders import FREE, UNPATCHED
+from .contenders import FREE, ORIGINAL, UNPATCHED
 from .rows import OUT_OF_MEMORY, SETTING, Row
 
 
@@ -84,7 +84,7 @@ def _cells(comparison: Comparison, row: Row) -> list[str]:
         str(row["images"]),
         row["attention"],
         row["mode"],
-        row["label"],
+        ", ".join([row["label"], *besides_merging(row)]),
         "-" if ratio is None else f"{ratio:g}",
         duration(row),
         "-" if failed else milliseconds(row["spread"]),
@@ -92,6 +92,12 @@ def _cells(comparison: Comparison, row: Row) -> list[str]:
         "-" if row["variant"] in (UNPATCHED, FREE) else percent(comparison.recovered(row)),
         "-" if failed or row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
     ]
+
+
+def besides_merging(row: Row) -> list[str]:
+    """What the contender does besides merging, in words."""
+    settings = {} if row["variant"] == ORIGINAL else row["settings"] or {}
+    return [f"{name} {settings[name]:g}" for name in ("coarse", "reuse") if settings.get(name)]
 
 
 def duration(row: Row) -> str:

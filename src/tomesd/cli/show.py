@@ -56,6 +56,8 @@ class Show:
 
         pipe = self.model.load()
         merge = self.merge.checked(**preset_traits(pipe))
+        if picture is not None and merge.reuse is not None:
+            _say_what_one_step_hides(console, merge)
         steps_shown = three_steps(steps) if self.step is None else (self.step,)
         if picture is not None:
             picture = _fit(pipe, picture, self.sampling.size)
@@ -102,6 +104,14 @@ def _open(path: Path) -> "Image.Image":
         return Image.open(path).convert("RGB")
     except (OSError, ValueError) as error:
         raise ValueError(f"image={str(path)!r}: {error}") from error
+
+
+def _say_what_one_step_hides(console: Console, merge: Settings) -> None:
+    """Each step of a picture that is given is looked at alone, so none can reuse another."""
+    words = "which steps reuse what others gave, only --prompt can show"
+    if not (merge.active or merge.coarse):
+        raise ValueError(f"image: with these options, nothing else is done; {words}")
+    console.print(words.capitalize())
 
 
 def _fit(pipe: Any, picture: "Image.Image", size: Size | None) -> "Image.Image":

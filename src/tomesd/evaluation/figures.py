@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from .variants import UNMERGED
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 _MARKERS = "osD^vPXh"
+_WIDEST = 32
+"""Letters in a line of the words beside a plot: more would leave the plot no room."""
 
 
 def pareto_front(points: Sequence[tuple[float, float]], better: str) -> list[int]:
@@ -95,7 +98,7 @@ def _draw_line(axes: Any, label: str, points: Sequence[_Point], color: str, mark
             capsize=2,
             markersize=9 if marker == "*" else 5,
             color=color,
-            label=label,
+            label=textwrap.fill(label, _WIDEST),
         )
 
 
@@ -103,10 +106,12 @@ def draw_spread(values: Mapping[str, Sequence[float]], metric: QualityMetric) ->
     """A PNG of a box plot per variant, over its images."""
     if not values:
         return None
-    figure, axes = _figure(height=1.3 + 0.28 * len(values))
+    labels = [textwrap.fill(label, _WIDEST) for label in values]
+    lines = sum(1 + 0.5 * label.count("\n") for label in labels)
+    figure, axes = _figure(height=1.3 + 0.28 * lines)
     axes.boxplot(
         list(values.values())[::-1],
-        tick_labels=list(values)[::-1],
+        tick_labels=labels[::-1],
         orientation="horizontal",
         whis=(5, 95),
         flierprops={"markersize": 3, "markeredgecolor": "#d55e00"},

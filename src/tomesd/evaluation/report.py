@@ -69,6 +69,7 @@ def write_report(
         methods=methods_of(results),
         metrics=metrics_in(results),
         memory=_memory,
+        seconds=_seconds,
         gain=_gain,
         sureness=_sureness,
         worst=worst_cases,
@@ -176,6 +177,10 @@ def _cards(results: Sequence[Result], metric: QualityMetric) -> list[tuple[str, 
         )
         for name, (result, speedup) in named.items()
     ]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f}"
 
 
 def _memory(mib: float | None) -> str:

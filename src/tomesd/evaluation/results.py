@@ -258,31 +258,40 @@ def metrics_in(results: Sequence[Result]) -> list[QualityMetric]:
 
 def methods_of(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Merged results by what they have in common but for the ratio, in order of the ratio."""
-    merged = [result for result in results if result.variant.kind != UNMERGED.kind]
+    merged = _merged(results)
     methods: dict[str, list[Result]] = {}
     for result in sorted(merged, key=lambda result: result.variant.ratio or 0):
-        methods.setdefault(_method(result.variant, merged), []).append(result)
+        words = _method(result.variant, merged)
+        methods.setdefault(", ".join(words) or "tomesd", []).append(result)
     return methods
 
 
 def labels_of(results: Sequence[Result]) -> dict[str, str]:
     """Variant names to words for people."""
     labels = {result.variant.name: "unmerged" for result in results}
-    methods = methods_of(results)
-    for method, rows in methods.items():
-        for result in rows:
-            title = result.variant.title
-            labels[result.variant.name] = title if len(methods) == 1 else f"{title}, {method}"
+    merged = _merged(results)
+    for variant in (result.variant for result in merged):
+        said = variant.title.split(", ")  # which is what is done instead of merging, if any
+        words = [word for word in _method(variant, merged) if word not in said]
+        labels[variant.name] = ", ".join([variant.title, *words])
     return labels
 
 
-def _method(variant: Variant, merged: Sequence[Result]) -> str:
+def _merged(results: Sequence[Result]) -> list[Result]:
+    return [result for result in results if result.variant.kind != UNMERGED.kind]
+
+
+def _method(variant: Variant, merged: Sequence[Result]) -> list[str]:
+    """What differs between the results but for the ratio. None, which leaves the choice to the
+    library, needs no words."""
     alike = [r.variant.settings for r in merged if r.variant.kind == variant.kind]
     varied = [
         f"{name} {value}"
         for name, value in variant.settings.items()
-        if name != "ratio" and any(settings.get(name) != value for settings in alike)
+        if name != "ratio"
+        and value is not None
+        and any(settings.get(name) != value for settings in alike)
     ]
-    if varied and len({result.variant.kind for result in merged}) == 1:
-        return ", ".join(varied)
-    return ", ".join(["tomesd 0.1.3" if variant.kind == "original" else "tomesd", *varied])
+    if len({result.variant.kind for result in merged}) == 1:
+        return varied
+    return ["tomesd 0.1.3" if variant.kind == "original" else "tomesd", *varied]

@@ -1,11 +1,12 @@
 """The same images with and without merging, side by side, with what they cost."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, product
+from itertools import accumulate, count, product
 from typing import Any
 
 import numpy as np
@@ -247,14 +248,16 @@ def label_grid(
     width, height = rows[0][0].size
     gap, title, caption = 8, 26, 24
     font, small = ImageFont.load_default(16), ImageFont.load_default(14)
-    total = (len(titles) * (width + gap) + gap, title + len(rows) * (caption + height + gap))
-    canvas = Image.new("RGB", total, "white")
+    # A title may be wider than the pictures below it, which keep their size.
+    columns = [max(width, math.ceil(font.getlength(words))) + gap for words in titles]
+    *lefts, right = accumulate(columns, initial=gap)
+    canvas = Image.new("RGB", (right, title + len(rows) * (caption + height + gap)), "white")
     draw = ImageDraw.Draw(canvas)
-    for x, words in enumerate(titles):
-        draw.text((gap + x * (width + gap), 5), words, fill="black", font=font)
+    for left, words in zip(lefts, titles, strict=True):
+        draw.text((left, 5), words, fill="black", font=font)
     for y, (row, words) in enumerate(zip(rows, captions, strict=True)):
         top = title + y * (caption + height + gap)
         draw.text((gap, top + 3), words, fill="#555555", font=small)
-        for x, picture in enumerate(row):
-            canvas.paste(picture.convert("RGB"), (gap + x * (width + gap), top + caption))
+        for left, picture in zip(lefts, row, strict=True):
+            canvas.paste(picture.convert("RGB"), (left, top + caption))
     return canvas

@@ -63,10 +63,15 @@ class StepMaps:
     """See `MergeMap`."""
 
     @property
+    def map(self) -> MergeMap | None:
+        """The finest that merged, or that of a coarser image. None: neither was done."""
+        coarse = self.finest if self.finest is not None and self.finest.coarse else None
+        return min(self.maps, key=lambda map: map.downsample, default=coarse)
+
+    @property
     def plain(self) -> bool:
         """Whether the model ran as it does without a patch."""
-        coarse = self.finest is not None and self.finest.coarse
-        return not (self.maps or self.reused or coarse)
+        return self.map is None and not self.reused
 
 
 @contextmanager
@@ -130,7 +135,7 @@ def sample_with_maps(
     steps: list[StepMaps] = []
 
     def note(done: int) -> None:
-        steps.append(_last_step(pipe, maps))
+        steps.append(last_step(pipe, maps))
         maps.clear()
         if on_step is not None:
             on_step(done)
@@ -140,7 +145,7 @@ def sample_with_maps(
     return made, steps
 
 
-def _last_step(pipe: Any, maps: Sequence[MergeMap]) -> StepMaps:
+def last_step(pipe: Any, maps: Sequence[MergeMap]) -> StepMaps:
     """What the last step of a patched pipeline did, which recorded these maps."""
     patch = patch_of(denoiser(pipe))
     if patch is None or not patch.decisions:
@@ -177,8 +182,8 @@ def map_at(steps: Sequence[StepMaps], number: int, level: int | None = None) -> 
         )
     first, step = next(map for map in found if map.downsample == level), steps[number]
     merged = next((map for map in step.maps if map.layer == first.layer), None)
-    if merged is None and step.finest is not None and step.finest.coarse:
-        merged = step.finest
+    if merged is None and step.map is not None and step.map.coarse:
+        merged = step.map
     alone = replace(first, slot=np.arange(first.slot.size).reshape(first.slot.shape), coarse=False)
     return replace(merged or alone, reused=step.reused)
 
@@ -187,7 +192,7 @@ def map_title(map: MergeMap, step: int) -> str:
     words = [f"{map.slots} of {map.slot.size} tokens"] if map.slots < map.slot.size else []
     words += ["coarse"] if map.coarse else []
     words += ["reused"] if map.reused else []
-    return f"step {step}: {', '.join(words) or 'nothing merged'}"
+    return f"step {step}: {', '.join(words) or 'all tokens computed'}"
 
 
 def three_steps(steps: int) -> tuple[int, ...]:
@@ -215,7 +220,7 @@ def map_of_image(
     sampling = Sampling(*image.size, steps=_NOISES, guidance=1.0)
     with merging(form, settings), record_maps(form) as maps:
         call_pipeline(form, inputs, [settings.seed], sampling)
-        return _last_step(form, maps)
+        return last_step(form, maps)
 
 
 def _stop(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class Sample:
     image: Image.Image
     seconds: float
     step_seconds: float
+    """Of a step on average: some may leave out a part of the model, or run on a coarser image."""
     peak_mib: float | None
     metadata: dict[str, Any]
     """All it takes to make the image again."""
@@ -143,7 +144,7 @@ def sample_one(
         made = sample_batch(pipe, [prompt], [seed], sampling, on_step, **given)
     merge = None if settings is None else asdict(settings)
     how = {**image_metadata(pipe, prompt, seed, sampling), **(about or {}), "merge": merge}
-    return Sample(made.images[0], made.seconds, made.step_seconds, made.peak_mib, how)
+    return Sample(made.images[0], made.seconds, made.mean_step_seconds, made.peak_mib, how)
 
 
 def sample_batch(

@@ -186,7 +186,7 @@ class Events:
             outputs.numbers: numbers(result),
             # Gradio draws no slider with a single place on it.
             outputs.step: gr.Slider(
-                value=middle, maximum=max(2, len(result.maps)), interactive=len(result.maps) > 1
+                value=middle, maximum=max(2, len(result.steps)), interactive=len(result.steps) > 1
             ),
             outputs.map: picture,
             outputs.map_words: words,
@@ -217,7 +217,7 @@ class Events:
         result = self._studio.results.get(number)
         if result is None:
             return None, "This image is no longer kept."
-        return result.map_at(min(max(int(step), 1), len(result.maps)))
+        return result.map_at(min(max(int(step), 1), len(result.steps)))
 
     def begin_with(self, name: str, model: str) -> dict[Any, Any]:
         """The options of a preset, or the defaults, for the form."""
@@ -283,7 +283,7 @@ def _number(name: str, value: Any, *, whole: bool = False) -> Any:
 
 def _middle_step(result: Result) -> int:
     """The step in the middle of those at which something was merged or left out, from 1."""
-    done = [map is not None or out for map, out in zip(result.maps, result.left_out, strict=True)]
+    done = [not step.plain for step in result.steps]
     steps = [step for step, any_of_it in enumerate(done, start=1) if any_of_it]
     return steps[len(steps) // 2] if steps else 1
 

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from ..generation import MergeMap, Sample, draw_map, record_maps, sample, save_image
+from ..generation import Sample, draw_map, record_maps, sample, save_image
 from ..generation.hires import enlarged_size, image_to_image, redraw, second_pass
-from ..generation.loading import denoiser, preset_traits
+from ..generation.loading import preset_traits
+from ..generation.maps import StepMaps, last_step
 from ..generation.progress import OnProgress, silent
 from ..generation.sampling import OnStep, merging
-from ..patch import patch_of
 from ..settings import MergeWarning, Settings
 
 _KEEP = 24
@@ -60,10 +59,8 @@ class Result:
     request: Request
     unmerged: Sample
     merged: Sample
-    maps: tuple[MergeMap | None, ...]
-    """What was merged on the finest grid, for each step. None: nothing was."""
-    left_out: tuple[bool, ...]
-    """Whether a step used what a part of the model gave before, instead of running it."""
+    steps: tuple[StepMaps, ...]
+    """What each step of the merged image did."""
     warnings: tuple[str, ...]
     reused: bool
     """Whether the unmerged image is that of the job before."""
@@ -81,16 +78,19 @@ class Result:
 
     def map_at(self, step: int) -> tuple[Image.Image, str]:
         """The picture of what was merged at a step, from 1, and a sentence about it."""
-        found, words = self.maps[step - 1], f"Step {step} of {len(self.maps)}: "
+        did, words = self.steps[step - 1], f"Step {step} of {len(self.steps)}: "
+        found = did.map
         if found is None:
             words += "nothing was merged."
+        elif found.coarse:
+            words += f"the image was coarser, with {found.slots:,} of {found.slot.size:,} tokens."
         else:
             words += (
-                f"{found.slot.size:,} tokens were merged into {int(found.slot.max()) + 1:,}. "
+                f"{found.slot.size:,} tokens were merged into {found.slots:,}. "
                 f"{int((found.members == 1).sum()):,} stayed by themselves and are drawn as they "
                 "are; the others have the colour of their group, and its outline."
             )
-        if self.left_out[step - 1]:
+        if did.reused:
             words += " A part of the model did not run: what it gave before was used again."
         picture = self.merged.image if found is None else draw_map(found, self.merged.image)
         return picture, words
@@ -179,17 +179,14 @@ class Studio:
             make = partial(_draw, pipe, request, small, on_step("Unmerged image", 0))
             unmerged, reused = self._keep("unmerged", request, make)
             with _noted_warnings() as notes:
-                merged, maps, left_out = _make_merged(
-                    pipe, request, small, on_step("Merged image", steps)
-                )
+                merged, did = _make_merged(pipe, request, small, on_step("Merged image", steps))
             number = self._number = self._number + 1
             made = Result(
                 number,
                 request,
                 unmerged,
                 merged,
-                maps,
-                left_out,
+                did,
                 tuple(notes),
                 reused,
                 self._save(number, request.model, unmerged, merged),
@@ -237,25 +234,20 @@ def _draw(pipe: Any, request: Request, small: Sample | None, on_step: OnStep) ->
 
 def _make_merged(
     pipe: Any, request: Request, small: Sample | None, on_step: OnStep
-) -> tuple[Sample, tuple[MergeMap | None, ...], tuple[bool, ...]]:
-    """The merged image; and for each step, what was merged on the finest grid, and whether a part
-    of the model was left out."""
+) -> tuple[Sample, tuple[StepMaps, ...]]:
+    """The merged image, and what each of its steps did."""
     settings = request.settings if small is None else second_pass(pipe, request.settings, 0.5)
-    ends = [0]
-    left_out: list[bool] = []
+    steps: list[StepMaps] = []
 
     def note(done: int) -> None:
-        patch = patch_of(denoiser(pipe))
-        ends.append(len(maps))
-        left_out.append(patch is not None and patch.steps.reused)
+        steps.append(last_step(pipe, maps))
+        maps.clear()
         on_step(done)
 
     with merging(pipe, settings), record_maps(pipe, every_block=False) as maps:
         made = _draw(pipe, request, small, note)
-    steps = (maps[start:end] for start, end in pairwise(ends))
-    finest = tuple(min(step, key=lambda map: map.downsample, default=None) for step in steps)
     made = replace(made, metadata={**made.metadata, "merge": asdict(settings)})
-    return made, finest, tuple(left_out)
+    return made, tuple(steps)
 
 
 @contextmanager

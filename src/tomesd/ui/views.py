@@ -16,9 +16,10 @@ def note(words: str, kind: Literal["info", "good", "warning", "error"] = "info")
 
 def summary(result: Result) -> str:
     """The line that says what came out of a job."""
-    steps, left_out = len(result.maps), sum(result.left_out)
-    merged = sum(map is not None for map in result.maps)
-    words = f"Merged at {merged} of {steps} steps"
+    steps, left_out = len(result.steps), sum(step.reused for step in result.steps)
+    coarse = sum(step.map is not None and step.map.coarse for step in result.steps)
+    words = f"Merged at {sum(bool(step.maps) for step in result.steps)} of {steps} steps"
+    words += f", on a coarser image at {coarse}" if coarse else ""
     words += f", and a part of the model left out at {left_out}" if left_out else ""
     if result.alike:
         words += ": both images are the same."
@@ -37,7 +38,7 @@ def numbers(result: Result) -> str:
         ("", "unmerged", "merged"),
         ("---", "---:", "---:"),
         ("Image", f"{unmerged.seconds:.2f} s", f"{merged.seconds:.2f} s"),
-        ("Fastest step", f"{unmerged.step_seconds:.3f} s", f"{merged.step_seconds:.3f} s"),
+        ("Step, on average", f"{unmerged.step_seconds:.3f} s", f"{merged.step_seconds:.3f} s"),
         ("Peak memory", *(_memory(one.peak_mib) for one in (unmerged, merged))),
         ("Tokens on the finest merged grid", *_tokens(result)),
     ]
@@ -55,11 +56,11 @@ def caption(result: Result) -> str:
 
 
 def _tokens(result: Result) -> tuple[str, str]:
-    merged = [map for map in result.maps if map is not None]
+    merged = [step.map for step in result.steps if step.maps and step.map is not None]
     if not merged:
         return "all", "all"
-    left = sorted({int(map.slot.max()) + 1 for map in merged})
+    left = sorted({map.slots for map in merged})
     words = f"{left[0]:,}" if len(left) == 1 else f"{left[0]:,} to {left[-1]:,}"
-    if len(merged) < len(result.maps):
-        words += f" at {len(merged)} of {len(result.maps)} steps"
+    if len(merged) < len(result.steps):
+        words += f" at {len(merged)} of {len(result.steps)} steps"
     return f"{merged[0].slot.size:,}", words

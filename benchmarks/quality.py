@@ -64,7 +64,7 @@ def image_rows(section: str, pipe: Any, judges: Judges, args: argparse.Namespace
     variants = {name_of(row): row for row in rows}
     definition = define(
         pipe,
-        model={"model": "demo"},
+        model={"model": "unet"},
         prompts="held-out",
         items=make_items(load_prompts("held-out", made["images"])),
         variants=[Variant(k, KINDS[v["variant"]], v["settings"]) for k, v in variants.items()],
@@ -83,7 +83,7 @@ def image_rows(section: str, pipe: Any, judges: Judges, args: argparse.Namespace
         found = by_name[name_of(row)]
         scores = {k: v for name, one in found.metrics.items() for k, v in one.fields(name).items()}
         yield {
-            **{"section": f"quality-{section}", "model": "demo", "what": "images", "place": place},
+            **{"section": f"quality-{section}", "model": "unet", "what": "images", "place": place},
             **{name: row[name] for name in ("setting", "variant", "label", "settings")},
             **{"height": SIDE, "width": SIDE, "attention": "default", "mode": "eager"},
             **{**made, "guidance": GUIDANCE, "batch": args.batch, "dtype": definition.dtype},
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.read(arguments)
     device = pick_device(args.device)
     file = RowFile(args.out, device)
-    pipe, judges = load_pipeline("demo", device=args.device), Judges.load(device)
+    pipe, judges = load_pipeline("unet", device=args.device), Judges.load(device)
     pipe.set_progress_bar_config(disable=True)
     for name in args.sections:
         for row in image_rows(name, pipe, judges, args):

@@ -542,7 +542,7 @@ def test_the_command_on_the_embedded_transformer(tmp_path: Path) -> None:
 
 
 def test_the_command_says_that_steps_differ(tmp_path: Path, capsys) -> None:
-    words = ["--sizes", "64", "--seconds", "0", "--out", str(tmp_path)]
+    words = ["--model", "unet", "--sizes", "64", "--seconds", "0", "--out", str(tmp_path)]
     for options, told in ((["--preset", "fast"], True), (["--ratios", "0.5"], False)):
         bench(*words, *options)
         printed = capsys.readouterr().out
@@ -551,8 +551,8 @@ def test_the_command_says_that_steps_differ(tmp_path: Path, capsys) -> None:
 
 
 def test_the_command_on_the_embedded_model(tmp_path: Path, capsys, original: str) -> None:
-    words = ["--sizes", "128x64", "--ratios", "0.5", "--when", "always", "--seconds", "0"]
-    words.append("--bound")
+    words = ["--model", "unet", "--sizes", "128x64", "--ratios", "0.5", "--when", "always"]
+    words += ["--seconds", "0", "--bound"]
     bench(*words, "--device", "cpu", "--original", original, "--out", str(tmp_path))
     rows = read_rows(tmp_path / "rows.jsonl")
     assert [row["variant"] for row in rows] == ["unpatched", "tomesd", "original", "free"]
@@ -594,8 +594,19 @@ def test_what_is_wrong_is_said(words: list[str], message: str, tmp_path: Path) -
 
 
 def test_settings_with_lists_and_tables_are_measured(tmp_path: Path) -> None:
-    words = ["--sizes", "64", "--ratios", "0.5", "--seconds", "0", "--device", "cpu"]
-    words += ["--level-ratios", "1", "0.5", "2", "0.25", "--schedule", "0.5", "0.25"]
+    words = ["--model", "unet", "--sizes", "64", "--ratios", "0.5", "--seconds", "0"]
+    words += [
+        "--device",
+        "cpu",
+        "--level-ratios",
+        "1",
+        "0.5",
+        "2",
+        "0.25",
+        "--schedule",
+        "0.5",
+        "0.25",
+    ]
     bench(*words, "--when", "always", "--out", str(tmp_path))
     _, ours = read_rows(tmp_path / "rows.jsonl")
     assert ours["error"] is None

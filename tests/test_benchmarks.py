@@ -110,7 +110,7 @@ def test_presets_are_measured_as_they_are_now(kind: Any) -> None:
 
 
 def test_forty_percent_of_the_steps_lie_below_the_threshold() -> None:
-    noise = 1 - load_pipeline("demo", device="cpu").scheduler.alphas_cumprod
+    noise = 1 - load_pipeline("unet", device="cpu").scheduler.alphas_cumprod
     label = "threshold at 40 % of the steps"
     rows = [r for r in quality.candidates("seed") if r["label"].startswith(label)]
     assert len(rows) == 2
@@ -141,7 +141,7 @@ def test_images_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_settings_that_were_read_can_be_merged_with() -> None:
-    pipe = load_pipeline("demo", device="cpu")
+    pipe = load_pipeline("unet", device="cpu")
     [row] = [r for r in quality.candidates("search") if "level_ratios" in r["settings"]]
     with patched_with(pipe, Variant("", "merged", row["settings"])):
         patch = patch_of(pipe.unet)

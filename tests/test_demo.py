@@ -30,13 +30,14 @@ from tomesd.hosts.inputs import example_inputs
 from tomesd.patch import patch_of
 
 PROMPT = "a fox and two pears on a green gradient background"
+UNET = ["--model", "unet"]
 SMALL = ["--size", "128", "128", "--steps", "6", "--prompt", PROMPT]
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo")
-    assert run(["demo", *SMALL, "--out", str(out)]) == 0
+    assert run(["demo", *UNET, *SMALL, "--out", str(out)]) == 0
     return out
 
 
@@ -100,7 +101,7 @@ def test_the_table_says_one_thing_about_time_and_nothing_about_the_memory_of_a_c
 
 def test_ratios_take_turns_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that gets slower all the time favours nobody: each is timed once a round."""
-    pipe = load_pipeline()
+    pipe = load_pipeline("unet")
     order: list[tuple[float, float]] = []
 
     def note(model, args, kwargs):
@@ -120,21 +121,21 @@ def test_ratios_take_turns_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_second_run_gives_the_same_bytes(demo: Path, tmp_path: Path) -> None:
-    assert run(["demo", *SMALL, "--out", str(tmp_path)]) == 0
+    assert run(["demo", *UNET, *SMALL, "--out", str(tmp_path)]) == 0
     for name in ("comparison.png", "merged_tokens.png"):
         assert (demo / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_presets_that_merge_nothing_are_compared_with_unmerged_images(tmp_path: Path) -> None:
     preset = ["--model", "transformer", "--preset", "fast", "--steps", "8"]
-    assert run(["demo", *SMALL, *preset, "--out", str(tmp_path)]) == 0
+    assert run(["demo", *UNET, *SMALL, *preset, "--out", str(tmp_path)]) == 0
     base, fast = rows(tmp_path)
     assert base["psnr"] is None and 8 < fast["psnr"] < 40
     assert {path.name for path in tmp_path.iterdir()} == {"comparison.png", "results.jsonl"}
 
 
 def test_ratio_zero_is_the_unpatched_pipeline() -> None:
-    pipe = load_pipeline()
+    pipe = load_pipeline("unet")
     options = {"steps": 3, "size": (128, 128)}
     plain = sample(pipe, PROMPT, **options).image
     assert sample(pipe, PROMPT, tomesd.Settings(ratio=0.0), **options).image == plain
@@ -143,13 +144,13 @@ def test_ratio_zero_is_the_unpatched_pipeline() -> None:
 
 @pytest.mark.parametrize("size", [(128, 128), (192, 256), (384, 384)])
 def test_the_model_runs_at_other_sizes(size: tuple[int, int]) -> None:
-    image = sample(load_pipeline(), PROMPT, tomesd.Settings(), steps=1, size=size).image
+    image = sample(load_pipeline("unet"), PROMPT, tomesd.Settings(), steps=1, size=size).image
     assert image.size == size
 
 
 def test_the_prompt_decides_the_picture() -> None:
     """A red background is redder than a blue one: the model listens."""
-    pipe = load_pipeline()
+    pipe = load_pipeline("unet")
     red, blue = (
         sample(pipe, f"a penguin on a plain {color} background", steps=8, size=(128, 128)).image
         for color in ("red", "blue")
@@ -169,13 +170,13 @@ def test_the_package_is_small_safe_and_complete() -> None:
 
 
 def test_the_top_level_has_as_many_tokens_as_stable_diffusion_at_512() -> None:
-    levels = tomesd.describe(load_pipeline(), 256, 256).parts[0].levels
+    levels = tomesd.describe(load_pipeline("unet"), 256, 256).parts[0].levels
     assert [level.tokens for level in levels] == [4096, 1024, 256]
 
 
 def test_patching_it_leaves_the_global_generator_alone() -> None:
     state = torch.get_rng_state()
-    sample(load_pipeline(), PROMPT, tomesd.Settings(), steps=1, size=(128, 128))
+    sample(load_pipeline("unet"), PROMPT, tomesd.Settings(), steps=1, size=(128, 128))
     assert torch.equal(state, torch.get_rng_state())
 
 

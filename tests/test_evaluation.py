@@ -465,7 +465,7 @@ def test_sdxl_with_plms(judges: Judges, tmp_path: Path) -> None:
 def test_the_command_on_the_embedded_model(tmp_path: Path, capsys) -> None:
     out = tmp_path / "run"
     words = ["eval", "--out", str(out), "--count", "2", "--size", "64", "64", "--steps", "2"]
-    words += ["--ratios", "0.5", "--when", "always", "--scheduler", "plms"]
+    words += ["--ratios", "0.5", "--when", "always", "--model", "unet", "--scheduler", "plms"]
     assert command(words) == 0
     printed = capsys.readouterr().out
     assert "KID" in printed and "speed-up" in printed and "50 %" in printed
@@ -475,7 +475,7 @@ def test_the_command_on_the_embedded_model(tmp_path: Path, capsys) -> None:
     assert {"lpips", "psnr", "ssim", "fid_unmerged", "kid_unmerged"} <= set(results[1].metrics)
     assert 10 < results[1].metrics["psnr"].value < 50
     assert scoring["networks"] == {"inception": "inception", "lpips": "lpips-alex"}
-    expected = load_pipeline()
+    expected = load_pipeline("unet")
     set_scheduler(expected, "plms")
     prompt = load_prompts()[1]
     image = sample(expected, prompt, steps=2, size=(64, 64), seed=1).image

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-DEMO_MODEL = "unet"
+DEMO_MODEL = "transformer"
 """The embedded model that is taken where none is named."""
 
-EMBEDDED = {"unet": 5.0, "transformer": 4.0, "demo": 5.0}
-"""Names of the embedded models, "demo" being an older one of the UNet, with their own guidance."""
+EMBEDDED = {"transformer": 4.0, "unet": 5.0}
+"""Names of the embedded models, with their own guidance."""
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Offload = Literal["none", "model", "sequential"]

@@ -12,9 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from .. import presets
+from ..choices import EMBEDDED
 from .options import ImageOptions, MergeOptions, ModelOptions
-
-EMBEDDED = ("unet", "transformer")
 
 
 @dataclass(frozen=True)

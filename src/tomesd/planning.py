@@ -66,17 +66,15 @@ def _memory(
         sizes: height and width of the grid, tokens to remove, number of the segment, timesteps.
     """
     (batch, n, _), (_, _, remove, _, times) = x.shape, sizes
-    triton, tensor = kernels.use_triton(scope.settings.backend, x), scope.patch.kept.tensor
+    triton, kept = kernels.use_triton(scope.settings.backend, x), scope.patch.kept
     name = "_".join(["plan", *(str(index(size)) for size in (*sizes, batch)), str(triton)])
     plan = MergePlan(
-        tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
-        tensor(f"{name}_order", (batch, n), torch.int32, x.device),
-        tensor(f"{name}_span", (batch, n - remove, 2), torch.int32, x.device),
+        kept.tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
+        kept.tensor(f"{name}_order", (batch, n), torch.int32, x.device),
+        kept.tensor(f"{name}_span", (batch, n - remove, 2), torch.int32, x.device),
         triton,
     )
-    # No time is below minus infinity, so the first call makes the plan.
-    state = tensor(f"{name}_clock", (2 + times,), torch.float32, x.device, fill=float("-inf"))
-    return plan, Clock(state, scope.settings.refresh)
+    return plan, Clock(kept.time(name, (2 + times,), x.device), scope.settings.refresh)
 
 
 def load_kernels(scope: Scope, features: Tensor, channels: int) -> None:

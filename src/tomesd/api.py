@@ -146,7 +146,7 @@ def _make_patch(
 
 
 def best_preset(model: Any, part: FoundModel) -> Preset | None:
-    """What a part of a model gets where no option is given; None where its times are not known."""
+    """The preset of a model for which no option is given; None if its times are unknown."""
     timeline = part.timeline(find_timeline(model))
     return BEST[part.kind] if part.rooted and timeline.noise is not None else None
 

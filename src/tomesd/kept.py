@@ -11,7 +11,7 @@ from torch import Tensor
 from .compiler import Named, constant_when_traced, find_named
 
 MOST = 1024
-"""Tensors that a thread keeps; of more, those go that were not used for longest."""
+"""How many tensors a thread keeps; beyond that, the least recently used ones go."""
 
 
 class Kept(Named):

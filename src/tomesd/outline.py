@@ -12,11 +12,11 @@ class Layers:
     """What layers do for each token, and for each pair of tokens."""
 
     operations: float = 0.0
-    """For a token."""
+    """Operations for a token."""
     pairs: float = 0.0
-    """Operations for a query and a key."""
+    """Operations for a pair of a query and a key."""
     numbers: float = 0.0
-    """Read and written for a token."""
+    """Numbers read and written for a token."""
     kernels: int = 0
 
     def __add__(self, other: "Layers") -> "Layers":

@@ -181,7 +181,7 @@ def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:
 
 
 def _removing(segments: Segments) -> Segments:
-    """Those that any tokens are removed from."""
+    """Without the kinds of layers from which no tokens are removed."""
     return {kinds: parts for kinds, parts in segments.items() if tokens_removed(parts) > 0}
 
 
@@ -190,7 +190,7 @@ def _ratio(call: Call) -> float:
 
 
 def _segments_on(call: Call, grid: Grid, finest: Grid) -> Segments:
-    """What can go on a grid of a UNet."""
+    """How many tokens can be removed from a grid of a UNet, by kinds of layers."""
     settings, level = call.settings, level_of(call.size, grid[1:])
     named = settings.level_ratios is not None and level in settings.level_ratios
     coarsest = settings.max_downsample
@@ -209,16 +209,16 @@ def _segments_on(call: Call, grid: Grid, finest: Grid) -> Segments:
 
 
 def _cut(settings: Settings, grid: Grid, ratio: float) -> tuple[Segment, ...]:
-    """The tokens of a grid, of which a ratio is to be removed."""
+    """The segments of a grid, from which a share of the tokens is to be removed."""
     st, remove = settings.st or 1, partial(removable, settings, ratio=ratio)
     return cut_grid(grid, settings.sy, settings.sx, st, settings.search, remove)
 
 
 def _once(call: Call, x: Tensor, question: Any, ask: Callable[[], _Answer]) -> _Answer:
-    """What the rule says, or what it said about the same question.
+    """The rule's answer, remembered from the first call that asked the same question.
 
     Args:
-        question: what it is about, besides what is known of every call.
+        question: what the answer depends on, besides the call.
     """
     patch, settings = call.patch, call.settings
     own = settings is patch.settings or settings is patch.by_selector.get(settings.selector)

@@ -18,9 +18,9 @@ from .selectors import Selector
 from .settings import Settings
 
 LeftAlone = Literal["", "not faster", "pays in CUDA graphs only", "attention is cached"]
-"""Why blocks are not merged that could be: merging costs more than it saves, or does so because the
-host has to launch the kernels; or a cache keeps what attention gave for later steps, at which other
-tokens are merged. Empty: they are merged."""
+"""Why blocks that could merge are left alone; empty if they merge. Merging costs more than it
+saves; or it does unless CUDA graphs relieve the host of launching kernels; or a cache keeps the
+output of attention for later steps, at which other tokens would be merged."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Work:
     device: float = 0.0
     """Seconds."""
     launches: float = 0.0
-    """What the host does, in what it takes to start one kernel of PyTorch."""
+    """Work of the host, counted in starts of PyTorch's kernels."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(self.device + other.device, self.launches + other.launches)
@@ -106,7 +106,7 @@ class Change:
 
     level: Level
     share: float
-    """Of its blocks that merge."""
+    """Share of its blocks that merge."""
     tokens: int
     segments: dict[tuple[str, ...], tuple[Segment, ...]]
     """See `Decision`."""
@@ -157,7 +157,7 @@ _SCORE_PASSES = 10
 _REFERENCE_MATCHING, _REFERENCE_MERGING = 50, 6
 # Channels are added to queries, keys and values for proportional attention.
 _WIDENING_KERNELS = 10
-# What the host does for a kernel of this library, in what it does for one of PyTorch's.
+# How many times as long the host takes to start a kernel of this library as one of PyTorch's.
 _EFFORT: dict[Launcher, float] = {"eager": 3.0, "compiled": 1.0, "graph": 1.0}
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from .settings import Settings
 
 MOST_CALLS = 8
-"""At one time that are told apart. More are other images, such as those of models that take one
-step, or parts of one, such as the views of a panorama."""
+"""Calls at one time that are told apart. If there are more, they make other images, as with models
+that take a single step, or parts of one image, such as the views of a panorama."""
 
 _ROUNDING = 0.02
-"""Of a part of the way: times may be of half precision."""
+"""How far a part of the way may be off, as a share of it: times may be in half precision."""
 
 _LONGER = 1.3
 """How many times as long as the one before it the last step may be: few steps of LCM are uneven."""

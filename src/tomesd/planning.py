@@ -49,8 +49,7 @@ def make_plan(
                 metric, cells, remove, backend=backend, timestep=draw.timestep, key=draw.key
             )
         assert draw.timestep is not None
-        sizes = (cells.h, cells.w, remove, number, draw.timestep.numel())
-        plan, clock = _memory(scope, metric, sizes)
+        plan, clock = _memory(scope, metric, cells, remove, number, draw.timestep.numel())
         selector.write(plan, metric, Request(cells, remove, draw, clock))
         return plan
 
@@ -58,16 +57,18 @@ def make_plan(
 
 
 def _memory(
-    scope: Scope, x: Tensor, sizes: tuple[int, int, int, int, int]
+    scope: Scope, x: Tensor, cells: Cells, remove: int, segment: int, times: int
 ) -> tuple[MergePlan, Clock]:
     """A plan that stays, of a metric `[B, N, C]`, and its clock.
 
     Args:
-        sizes: height and width of the grid, tokens to remove, number of the segment, timesteps.
+        segment: its number.
+        times: how many timesteps there are.
     """
-    (batch, n, _), (_, _, remove, _, times) = x.shape, sizes
+    batch, n, _ = x.shape
     triton, kept = kernels.use_triton(scope.settings.backend, x), scope.patch.kept
-    name = "_".join(["plan", *(str(index(size)) for size in (*sizes, batch)), str(triton)])
+    sizes = (cells.h, cells.w, remove, segment, times, batch)
+    name = "_".join(["plan", *(str(index(size)) for size in sizes), str(triton)])
     plan = MergePlan(
         kept.tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
         kept.tensor(f"{name}_order", (batch, n), torch.int32, x.device),

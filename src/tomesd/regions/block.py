@@ -127,18 +127,19 @@ class Member(_AnyBlock):
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
         # Where blocks are compiled one by one, only `inner` is in a graph: it is the same for all
         # blocks, while the first and the last of a run do more than the others.
-        args, kwargs, reuses, closed = self._enter(module, patch, args, kwargs)
+        args, kwargs, reuses, to_close = self._enter(module, patch, args, kwargs)
         output = self.tokens.unchanged(args, kwargs) if reuses else inner(*args, **kwargs)
-        return output if closed is None else self._close(*closed, output)
+        return output if to_close is None else self._close(*to_close, output)
 
     @outside_graphs
     def _enter(
         self, module: nn.Module, patch: Patch, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict, bool, tuple[Scope, OpenRegion] | None]:
-        """Opens or continues a region.
+        """Opens a region, or goes on with the one that is open.
 
         Returns:
-            The arguments of the block, whether it is left out, and the region to close after it.
+            The arguments of the block, on merged tokens; whether to leave it out; and if a region
+            ends with it, its scope and the region.
         """
         x, now = self.tokens.take(args, kwargs), current_scope(patch)
         if now is not None and now.region is not None:

@@ -19,7 +19,7 @@ from .state import Patch
 _log = logging.getLogger("tomesd")
 _Model = TypeVar("_Model")
 _Part = tuple[list[Site], Patch]
-"""The modules of a model to patch, and what they share."""
+"""The modules to patch in one of the models found, with their roles, and what they share."""
 
 
 def apply_patch(

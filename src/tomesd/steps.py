@@ -56,11 +56,12 @@ class Steps(threading.local):
 
     def enter(self, time: float, progress: float, size: tuple[int, ...]) -> bool:
         """Notes the next call. Returns whether what was kept is of another size, and useless."""
-        self.begins, resized, again = time > self.time, size != self.size, time == self.time
-        crowded = again and self.nth + 1 == MOST_CALLS
+        again = time == self.time  # another call of the same step, as split guidance makes
+        self.begins, resized = time > self.time, size != self.size
         if self.too_many and not again:
-            self.ran = {}
-        self.too_many = crowded or (self.too_many and again)
+            self.ran, self.too_many = {}, False
+        crowded = again and self.nth + 1 == MOST_CALLS
+        self.too_many |= crowded
         if self.begins or resized or crowded:
             self.number, self.nth, self.ran, self.ends = 0, 0, {}, False
         elif again:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .compiler import Named, constant_when_traced, find_named, outside_graphs
+from .compiler import Named, around_graphs, constant_when_traced, find_named, outside_graphs
 from .kept import Kept
 from .outline import Outline
 from .plan import MergePlan
@@ -283,6 +283,7 @@ def is_idle(patch: Patch) -> bool:
     return idle and scope.call.patch is patch
 
 
+@around_graphs
 def run_inside(scope: Scope | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls `function` with `scope` as the current one, whichever thread this is."""
     before = _thread.scope

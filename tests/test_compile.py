@@ -178,6 +178,20 @@ def test_time_is_read_outside_the_graph_of_a_wrapper() -> None:
     assert_same(run(compiled)[0], plain[0])
 
 
+def test_repeated_blocks_have_their_graphs_in_common() -> None:
+    """As many graphs as without a patch, though each block makes a plan."""
+    graphs = []
+    for patched in (False, True):
+        torch._dynamo.reset()
+        unet, counter = make_tiny_sdxl(), CompileCounterWithBackend("eager")
+        if patched:
+            tomesd.apply_patch(unet, ratio=0.5, max_downsample=4, when="always")
+        unet.compile_repeated_blocks(fullgraph=True, backend=counter)
+        SDXL.run(unet, timestep=STEPS[0])
+        graphs.append(counter.frame_count)
+    assert 0 < graphs[1] == graphs[0]
+
+
 @pytest.mark.parametrize("order", ["compile, patch", "compile, run, patch", "patch, compile"])
 def test_repeated_blocks(order: str) -> None:
     """Regional compilation finds its blocks by class name and runs outside the root's trace."""

@@ -19,7 +19,7 @@ from .state import Patch
 _log = logging.getLogger("tomesd")
 _Model = TypeVar("_Model")
 _Part = tuple[list[Site], Patch]
-"""The modules of a model to patch, and what they share."""
+"""The modules to patch in one of the models found, with their roles, and what they share."""
 
 
 def apply_patch(
@@ -146,7 +146,7 @@ def _make_patch(
 
 
 def best_preset(model: Any, part: FoundModel) -> Preset | None:
-    """What a part of a model gets where no option is given; None where its times are not known."""
+    """The preset of a model for which no option is given; None if its times are unknown."""
     timeline = part.timeline(find_timeline(model))
     return BEST[part.kind] if part.rooted and timeline.noise is not None else None
 

@@ -54,7 +54,8 @@ def outside_graphs(function: _Function) -> _Function:
 def around_graphs(function: _Function) -> _Function:
     """Makes the compiler begin no graph with the function itself, but with the functions it calls.
 
-    A graph that has begun before goes on through it.
+    A graph that has begun before goes on through it. Where blocks are compiled one by one, their
+    graphs then hold what all of them do, and nothing that differs by their place in the model.
     """
     return _skipped(function, "DEFAULT")
 

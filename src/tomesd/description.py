@@ -276,11 +276,22 @@ def _part(found: FoundModel, size: tuple[int, int], frames: int, batch: int, inp
     merged_flops = None if flops is None else count_flops(module, merging, inputs)
     if flops is None or merged_flops is None:
         merging, flops, merged_flops = decided, 0, 0
-    levels, counts = _levels(merging.decisions), (found.blocks, flops, merged_flops)
     # Nothing merges in a coarse step, and that needs no warning.
-    coarse = _coarse(found, Call(patch, settings, size, ratio=0.0, coarse=True), inputs)
-    reused = _reused(found, patch, size, inputs) if flops > 0 else 0
-    return Part(found.name, patch.settings, size, levels, *counts, merging.verdict, *coarse, reused)
+    coarse_call = Call(patch, settings, size, ratio=0.0, coarse=True)
+    coarse_tokens, coarse_flops = _coarse(found, coarse_call, inputs)
+    return Part(
+        name=found.name,
+        settings=patch.settings,
+        latent=size,
+        levels=_levels(merging.decisions),
+        blocks=found.blocks,
+        flops=flops,
+        merged_flops=merged_flops,
+        verdict=merging.verdict,
+        coarse_tokens=coarse_tokens,
+        coarse_flops=coarse_flops,
+        reused_flops=_reused(found, patch, size, inputs) if flops > 0 else 0,
+    )
 
 
 def _coarse(found: FoundModel, call: Call, inputs: Any) -> tuple[int | None, int]:

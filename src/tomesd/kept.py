@@ -11,7 +11,7 @@ from torch import Tensor
 from .compiler import Named, constant_when_traced, find_named
 
 MOST = 1024
-"""Tensors that a thread keeps; of more, those go that were not used for longest."""
+"""How many tensors a thread keeps; beyond that, the least recently used ones go."""
 
 
 class Kept(Named):
@@ -19,27 +19,38 @@ class Kept(Named):
 
     def __init__(self) -> None:
         super().__init__()
-        self.local = threading.local()
+        self.local, self.times = threading.local(), threading.local()
         self.captured: list[Tensor] = []
         """What CUDA graphs write to, which must stay as long as they may be replayed."""
 
     def tensor(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """The tensor of that name, shape, dtype and device; zeros when first asked for.
+
+        It keeps its address, so that a CUDA graph can write to it.
+        """
+        return self._found("local", name, shape, dtype, device)
+
+    def time(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """The same for times at which something was written, minus infinity before the first of an
+        image: no time is below."""
+        return self._found("times", name, shape, torch.float32, device)
+
+    def _found(
         self,
+        store: str,
         name: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-        fill: float = 0.0,
     ) -> Tensor:
-        """The tensor of that name, shape, dtype and device; made and filled when first asked for.
-
-        It keeps its address, so that a CUDA graph can write to it.
-        """
         shape = tuple(index(side) for side in shape)  # numbers where the compiler has symbols
         kind = str(dtype).removeprefix("torch.")  # the compiler wants no dot in an attribute
         name = "_".join([name, *map(str, shape), kind, str(device)])
-        _allocate(self.name, name, shape, dtype, device, fill)
-        return getattr(self.local, name)
+        _allocate(self.name, store, name, shape, dtype, device)
+        found: Tensor = getattr(getattr(self, store), name)
+        return found
 
     def note(
         self,
@@ -52,18 +63,16 @@ class Kept(Named):
         """The note of that name, shape, dtype and device, at these times, `[T]`."""
         value = self.tensor(name, shape, dtype, device)
         now = times.to(device, torch.float32)
-        name = "_".join([name, *(str(index(side)) for side in shape), "time"])
-        last = self.tensor(name, now.shape, torch.float32, device, fill=float("-inf"))
-        return Note(value, last, now)
+        name = "_".join([name, *(str(index(side)) for side in shape)])
+        return Note(value, self.time(name, now.shape, device), now)
 
     def begin_image(self) -> None:
         """Makes notes and plans of this thread count as never written: they are of another image.
 
         Their times would tell, too, if they were written at every step.
         """
-        for name, tensor in vars(self.local).items():
-            if "_time_" in name or "_clock_" in name:
-                tensor.fill_(float("-inf"))
+        for tensor in vars(self.times).values():
+            tensor.fill_(float("-inf"))
 
     def forget(self, prefix: str) -> None:
         """Lets go of the tensors of this thread whose names begin so."""
@@ -98,14 +107,14 @@ class Note:
 @constant_when_traced
 def _allocate(
     kept: str,
+    store: str,
     name: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    fill: float,
 ) -> None:
     owner: Kept = find_named(kept)
-    tensors = vars(owner.local)
+    tensors, fill = vars(getattr(owner, store)), float("-inf") if store == "times" else 0.0
     tensor = tensors.pop(name, None)
     if tensor is None:
         with torch.inference_mode(False):  # what inference mode makes can only be used there

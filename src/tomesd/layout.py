@@ -72,15 +72,16 @@ class Layout:
             latent = latent.permute(self.axes)
         if latent.ndim == 4:
             latent = latent.unsqueeze(2)
-        (batch, channels, frames), (t, h, w) = latent.shape[:3], self.grid
+        (batch, channels, *sides), (t, h, w) = latent.shape, self.grid
         made = sum([part.tokens for part in self.parts if not part.reference])
         if made % (h * w) == 0:  # frames that are given count too
             t = made // (h * w)
-        # Whole patches: models leave out what is over, or pad what is missing.
-        sides = ((frames, t), (latent.shape[3], h), (latent.shape[4], w))
-        long, high, wide = (max(1, (2 * side + n) // (2 * n)) for side, n in sides)
-        more = (w * wide - latent.shape[4], h * high - latent.shape[3], t * long - frames)
-        latent = F.pad(latent, (0, more[0], 0, more[1], 0, more[2]))
-        patches = latent.reshape(batch, channels, t, long, h, high, w, wide)
+        # Sides of a patch, rounded: models leave out pixels that are over, or pad missing ones.
+        counts = (t, h, w)
+        patch = [max(1, (2 * s + n) // (2 * n)) for s, n in zip(sides, counts, strict=True)]
+        missing = [n * p - s for s, n, p in zip(sides, counts, patch, strict=True)]
+        latent = F.pad(latent, [x for side in reversed(missing) for x in (0, side)])
+        shape = [side for pair in zip(counts, patch, strict=True) for side in pair]
+        patches = latent.reshape(batch, channels, *shape)
         tokens = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(batch, t * h * w, -1)
         return F.pad(tokens, (0, 0, 0, self.tokens - t * h * w))

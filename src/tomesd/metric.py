@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .compiler import outside_graphs
 from .kept import Note
 from .state import Call, Patch, Scope
 
@@ -80,6 +81,7 @@ def _note(call: Call, name: str, like: Tensor) -> Note:
     return call.patch.kept.note(name, like.shape, like.dtype, like.device, times)
 
 
+@outside_graphs
 def note_output(call: Call, place: str, output: Any) -> None:
     """Keeps what the block at a place gave, `[B, N, C]`, if the next step is to match on it."""
     if call.settings.metric != "previous" or call.timestep is None:

@@ -12,11 +12,11 @@ class Layers:
     """What layers do for each token, and for each pair of tokens."""
 
     operations: float = 0.0
-    """For a token."""
+    """Operations for a token."""
     pairs: float = 0.0
-    """Operations for a query and a key."""
+    """Operations for a pair of a query and a key."""
     numbers: float = 0.0
-    """Read and written for a token."""
+    """Numbers read and written for a token."""
     kernels: int = 0
 
     def __add__(self, other: "Layers") -> "Layers":
@@ -81,9 +81,10 @@ def count_layers(block: nn.Module) -> dict[str, Layers]:
         if counted is None:
             continue
         kind = next(kind for kind, pattern in _KINDS if pattern.search(name))
-        # A linear layer in a norm makes its shift and scale.
-        aside = not kind or (name.startswith("norm") and counted.operations > 0)
-        if aside or (kind == "crossattn" and _TEXT.search(name)):
+        # A linear layer in a norm makes its shift and scale, from one vector for the whole image.
+        of_vector = name.startswith("norm") and counted.operations > 0
+        of_text = kind == "crossattn" and _TEXT.search(name)
+        if not kind or of_vector or of_text:
             kind, counted = "rest", Layers(kernels=2)
         if kind not in found and kind in _MORE_KERNELS:
             counted += Layers(kernels=_MORE_KERNELS[kind])

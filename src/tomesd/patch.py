@@ -131,7 +131,7 @@ def _method(cls: type, kind: type[Role], name: str) -> Any:
     # share if they had the code in common.
     own: Any = method
     own.__code__ = own.__code__.replace()
-    return around_graphs(own) if kind is Member else own
+    return around_graphs(own) if kind in (Block, Member) else own
 
 
 def _forget_image(self: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -106,19 +106,23 @@ class MergePlan:
         (_, n), slots = self.slot.shape, self.span.shape[1]
         if not isinstance(start, Tensor):
             return self._placed(start, length)
-        token = torch.arange(length, device=self.slot.device) - start[:, None]
-        inside = (token >= 0) & (token < n)
-        own = token.clamp(0, n - 1)
-        skipped = torch.where(token < 0, token, token - (n - slots))
-        slot = torch.where(inside, self.slot.gather(1, own), skipped) + start[:, None]
-        order = torch.where(inside, self.order.gather(1, own).long(), token) + start[:, None]
-        slot_number = token[:, : length - n + slots]
-        inside = (slot_number >= 0) & (slot_number < slots)
-        own = slot_number.clamp(0, slots - 1)
-        first, size = (part.gather(1, own).long() for part in self.span.unbind(2))
-        alone = torch.where(slot_number < 0, slot_number, slot_number + (n - slots))
-        first = torch.where(inside, first, alone) + start[:, None]
-        span = torch.stack([first, torch.where(inside, size, 1)], dim=2)
+
+        def spliced(own: Tensor, place: Tensor, others: Tensor | int) -> Tensor:
+            """The plan's own values, `[B, K]`, at the places 0 to K - 1, and others elsewhere."""
+            inside = (place >= 0) & (place < own.shape[1])
+            found = own.gather(1, place.clamp(0, own.shape[1] - 1)).long()
+            return torch.where(inside, found, others)
+
+        # Tokens and slots are counted from where these tokens begin, until `start` is added. Behind
+        # them, the number of a token's slot is lower by the tokens that are removed.
+        start, removed = start[:, None], n - slots
+        token = torch.arange(length, device=self.slot.device) - start
+        number = token[:, : length - removed]  # of a slot
+        slot = spliced(self.slot, token, torch.where(token < 0, token, token - removed)) + start
+        order = spliced(self.order, token, token) + start
+        first, size = self.span.unbind(2)
+        first = spliced(first, number, torch.where(number < 0, number, number + removed)) + start
+        span = torch.stack([first, spliced(size, number, 1)], dim=2)
         return MergePlan(slot, order.int(), span.int(), self.triton)
 
     def _placed(self, start: int, length: int) -> "MergePlan":

@@ -49,8 +49,7 @@ def make_plan(
                 metric, cells, remove, backend=backend, timestep=draw.timestep, key=draw.key
             )
         assert draw.timestep is not None
-        sizes = (cells.h, cells.w, remove, number, draw.timestep.numel())
-        plan, clock = _memory(scope, metric, sizes)
+        plan, clock = _memory(scope, metric, cells, remove, number, draw.timestep.numel())
         selector.write(plan, metric, Request(cells, remove, draw, clock))
         return plan
 
@@ -58,25 +57,25 @@ def make_plan(
 
 
 def _memory(
-    scope: Scope, x: Tensor, sizes: tuple[int, int, int, int, int]
+    scope: Scope, x: Tensor, cells: Cells, remove: int, segment: int, times: int
 ) -> tuple[MergePlan, Clock]:
     """A plan that stays, of a metric `[B, N, C]`, and its clock.
 
     Args:
-        sizes: height and width of the grid, tokens to remove, number of the segment, timesteps.
+        segment: its number.
+        times: how many timesteps there are.
     """
-    (batch, n, _), (_, _, remove, _, times) = x.shape, sizes
-    triton, tensor = kernels.use_triton(scope.settings.backend, x), scope.patch.kept.tensor
-    name = "_".join(["plan", *(str(index(size)) for size in (*sizes, batch)), str(triton)])
+    batch, n, _ = x.shape
+    triton, kept = kernels.use_triton(scope.settings.backend, x), scope.patch.kept
+    sizes = (cells.h, cells.w, remove, segment, times, batch)
+    name = "_".join(["plan", *(str(index(size)) for size in sizes), str(triton)])
     plan = MergePlan(
-        tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
-        tensor(f"{name}_order", (batch, n), torch.int32, x.device),
-        tensor(f"{name}_span", (batch, n - remove, 2), torch.int32, x.device),
+        kept.tensor(f"{name}_slot", (batch, n), torch.int64, x.device),
+        kept.tensor(f"{name}_order", (batch, n), torch.int32, x.device),
+        kept.tensor(f"{name}_span", (batch, n - remove, 2), torch.int32, x.device),
         triton,
     )
-    # No time is below minus infinity, so the first call makes the plan.
-    state = tensor(f"{name}_clock", (2 + times,), torch.float32, x.device, fill=float("-inf"))
-    return plan, Clock(state, scope.settings.refresh)
+    return plan, Clock(kept.time(name, (2 + times,), x.device), scope.settings.refresh)
 
 
 def load_kernels(scope: Scope, features: Tensor, channels: int) -> None:

@@ -1,7 +1,7 @@
 """How many tokens to remove from a grid at a step, and whether that pays."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from .compiler import never_traced
 from .layout import Layout
 from .machine import find_launcher
+from .outline import Layers
 from .rule import Change, LeftAlone, judge
 from .schedule import ratio_at, stage_at
 from .segments import Segment, cut_grid, tokens_removed
@@ -24,7 +25,6 @@ _Answer = TypeVar("_Answer")
 
 Segments = dict[tuple[str, ...], tuple[Segment, ...]]
 """See `Decision`."""
-
 
 _COARSE = "coarse"
 
@@ -55,34 +55,50 @@ def read_time(call: Call, timestep: Any, tokens: int, batch: int, obstacle: str)
 def _read_time(
     patch: Patch, timestep: Any, size: tuple[int, ...], apart: bool, obstacle: str
 ) -> str:
-    if isinstance(timestep, Tensor):
-        if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "schedule, start, end, tau, reuse, coarse: what is merged depends on the timestep, "
-                "which a CUDA graph cannot read; capture a graph for each ratio"
-            )
-        times = patch.timeline.noisiest(timestep).flatten().tolist()  # waits for the device
-        timestep = sum(times) / len(times)
-    time, settings, timeline = float(timestep), patch.settings, patch.timeline
-    progress = timeline.progress(time, size[1])
-    resized = patch.steps.enter(-time if timeline.rises else time, progress, size)
-    if patch.steps.begins:
+    """What a step does: "coarse", or its ratio, its selector and, if it has one, its moment."""
+    settings, timeline, steps, tokens = patch.settings, patch.timeline, patch.steps, size[1]
+    time = _mean_time(patch, timestep)
+    progress = timeline.progress(time, tokens)
+    resized = steps.enter(-time if timeline.rises else time, progress, size)
+    if steps.begins:
         patch.kept.begin_image()
     if settings.is_coarse(progress):
         if not obstacle:
-            patch.steps.ran = {}
+            steps.ran = {}
             return _COARSE
         patch.warn_once(f"tomesd runs steps on all tokens that coarse would make fewer: {obstacle}")
-    ratio = f"{ratio_at(time, settings, timeline, size[1])!r} {stage_at(progress, settings)[0]}"
-    if settings.reuse is None:
-        return ratio
+    ratio, (selector, _) = ratio_at(time, settings, timeline, tokens), stage_at(progress, settings)
+    moment = None if settings.reuse is None else _moment(patch, apart, resized)
+    words = [] if moment is None else [moment.nth, int(moment.reuses), int(moment.first)]
+    return " ".join(map(str, [ratio, selector, *words]))
+
+
+def _mean_time(patch: Patch, timestep: Any) -> float:
+    """The time of a call, whose items may be at different ones."""
+    if not isinstance(timestep, Tensor):
+        return float(timestep)
+    if timestep.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "schedule, start, end, tau, reuse, coarse: what is merged depends on the timestep, "
+            "which a CUDA graph cannot read; capture a graph for each ratio"
+        )
+    times = patch.timeline.noisiest(timestep).flatten().tolist()  # waits for the device
+    return float(sum(times) / len(times))
+
+
+def _moment(patch: Patch, apart: bool, resized: bool) -> Moment | None:
+    """Whether the step that was entered reuses what its regions gave; None if it may keep nothing.
+
+    Args:
+        resized: whether the latents have another size than at the step before.
+    """
     if apart:
         patch.steps.ran = {}
         patch.warn_once(
             "tomesd reuses nothing while gradients are wanted, or something else needs every block "
             "(a ControlNet, a cache of diffusers)"
         )
-        return ratio
+        return None
     if resized:
         patch.kept.forget("reuse_")
     if patch.steps.too_many:
@@ -90,8 +106,7 @@ def _read_time(
             f"tomesd reuses nothing: the model is called more than {MOST_CALLS} times at one "
             "timestep, so that it cannot tell which result belongs to which call"
         )
-    moment = patch.steps.moment(settings)
-    return f"{ratio} {moment.nth} {moment.reuses:d} {moment.first:d}"
+    return patch.steps.moment(patch.settings)
 
 
 def decide(call: Call, grid: Grid, blocks: int, x: Tensor, score_heads: int = 0) -> Decision:
@@ -139,7 +154,7 @@ def decide_layout(call: Call, layout: Layout, blocks: int, x: Tensor) -> Decisio
     if decision.segments and settings.when == "if_faster":
         (level,) = call.patch.outline.levels
         change = Change(level, blocks / level.blocks, layout.tokens, decision.segments)
-        ask = partial(_judge, call, x, x.shape[0], [change])
+        ask = partial(_judge, call, x, [change])
         (decision.left_alone,) = _once(call, x, (blocks, layout.parts), ask)
     return decision
 
@@ -166,7 +181,7 @@ def level_of(size: tuple[int, int], grid: tuple[int, int]) -> int:
 
 
 def _removing(segments: Segments) -> Segments:
-    """Those that any tokens are removed from."""
+    """Without the kinds of layers from which no tokens are removed."""
     return {kinds: parts for kinds, parts in segments.items() if tokens_removed(parts) > 0}
 
 
@@ -175,7 +190,7 @@ def _ratio(call: Call) -> float:
 
 
 def _segments_on(call: Call, grid: Grid, finest: Grid) -> Segments:
-    """What can go on a grid of a UNet."""
+    """How many tokens can be removed from a grid of a UNet, by kinds of layers."""
     settings, level = call.settings, level_of(call.size, grid[1:])
     named = settings.level_ratios is not None and level in settings.level_ratios
     coarsest = settings.max_downsample
@@ -194,16 +209,16 @@ def _segments_on(call: Call, grid: Grid, finest: Grid) -> Segments:
 
 
 def _cut(settings: Settings, grid: Grid, ratio: float) -> tuple[Segment, ...]:
-    """The tokens of a grid, of which a ratio is to be removed."""
+    """The segments of a grid, from which a share of the tokens is to be removed."""
     st, remove = settings.st or 1, partial(removable, settings, ratio=ratio)
     return cut_grid(grid, settings.sy, settings.sx, st, settings.search, remove)
 
 
 def _once(call: Call, x: Tensor, question: Any, ask: Callable[[], _Answer]) -> _Answer:
-    """What the rule says, or what it said about the same question.
+    """The rule's answer, remembered from the first call that asked the same question.
 
     Args:
-        question: what it is about, besides what is known of every call.
+        question: what the answer depends on, besides the call.
     """
     patch, settings = call.patch, call.settings
     own = settings is patch.settings or settings is patch.by_selector.get(settings.selector)
@@ -230,13 +245,15 @@ def _judge_unet(call: Call, x: Tensor, score_heads: int) -> dict[int, LeftAlone]
         changes.append(Change(level, 1.0, rows * columns, segments, score_heads))
         found.append(level_of(call.size, grid[1:]))
     around = [(-(-h // scale) * -(-w // scale), layers) for scale, layers in outline.around]
-    return dict(zip(found, _judge(call, x, x.shape[0], changes, around), strict=True))
+    return dict(zip(found, _judge(call, x, changes, around), strict=True))
 
 
-def _judge(call: Call, x: Tensor, batch: int, *model: Any) -> tuple[LeftAlone, ...]:
-    """What the rule says of a call. What it expects is noted in the call, and told once."""
-    patch = call.patch
-    answers, verdict = judge(call.settings, call.selector, x, batch, call.fullness, *model)
+def _judge(
+    call: Call, x: Tensor, changes: list[Change], around: Sequence[tuple[int, Layers]] = ()
+) -> tuple[LeftAlone, ...]:
+    """What the rule says of each change. What it expects is noted in the call, and logged once."""
+    patch, settings = call.patch, call.settings
+    answers, verdict = judge(settings, call.selector, x, call.fullness, changes, around)
     call.verdict = verdict
     if not torch.compiler.is_compiling():
         told = f"latent {call.size[0]}x{call.size[1]}: {verdict}"

@@ -84,8 +84,8 @@ def preset(
 def combined(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a preset or a file, and those that win over them.
 
-    Of `base`, what the others take the meaning from is dropped: which steps it would leave out if
-    none is to be, and how many at the end if more are at the start.
+    Options of `base` that make no sense beside the given ones are dropped: which steps to leave out
+    if none is to be, and `reuse_end` if a larger `reuse` is given.
     """
     base, reuse = dict(base), given.get("reuse", ...)
     if reuse is None:

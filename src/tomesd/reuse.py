@@ -12,7 +12,7 @@ def use_or_keep(call: Call, name: str, x: Tensor, y: Tensor) -> Tensor:
     Args:
         name: of the region, the same at every step.
         x: what goes in, `[B, N, C]`.
-        y: what comes out, the same shape; at a step that reuses it, of no account.
+        y: what comes out, the same shape; ignored at a step that reuses it.
     """
     if call.reuses:
         return x + recall(call, name, x.shape, x)

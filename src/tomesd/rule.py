@@ -18,9 +18,9 @@ from .selectors import Selector
 from .settings import Settings
 
 LeftAlone = Literal["", "not faster", "pays in CUDA graphs only", "attention is cached"]
-"""Why blocks are not merged that could be: merging costs more than it saves, or does so because the
-host has to launch the kernels; or a cache keeps what attention gave for later steps, at which other
-tokens are merged. Empty: they are merged."""
+"""Why blocks that could merge are left alone; empty if they merge. Merging costs more than it
+saves; or it does unless CUDA graphs relieve the host of launching kernels; or a cache keeps the
+output of attention for later steps, at which other tokens would be merged."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Work:
     device: float = 0.0
     """Seconds."""
     launches: float = 0.0
-    """What the host does, in what it takes to start one kernel of PyTorch."""
+    """Work of the host, counted in starts of PyTorch's kernels."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(self.device + other.device, self.launches + other.launches)
@@ -106,7 +106,7 @@ class Change:
 
     level: Level
     share: float
-    """Of its blocks that merge."""
+    """Share of its blocks that merge."""
     tokens: int
     segments: dict[tuple[str, ...], tuple[Segment, ...]]
     """See `Decision`."""
@@ -118,41 +118,36 @@ def judge(
     settings: Settings,
     selector: Selector,
     x: Tensor,
-    batch: int,
     fullness: float,
     changes: Sequence[Change],
     around: Sequence[tuple[int, Layers]] = (),
 ) -> tuple[tuple[LeftAlone, ...], Verdict]:
-    """Which changes to leave out, and why; and what is expected of the others.
+    """Why to leave out each of the changes, or ""; and what is expected of the others.
 
     An image must not depend on how guidance is run, so a call with one half of it is judged like
     one with both.
 
     Args:
-        x: any tensor of the dtype and the device that the model runs with.
-        batch: items that go through the blocks.
-        fullness: how many times as many they would be with both halves of guidance.
+        x: what goes into the model, `[B, ...]`.
+        fullness: how many times as many items it would have with both halves of guidance.
         around: what runs around the blocks, with how many places it runs on.
     """
     machine, launcher = machine_of(x.device, x.dtype), find_launcher(x.device)
+    batch, here = x.shape[0], machine.run_by(launcher)
     triton, size = kernels.use_triton(settings.backend, x), x.element_size()
     full = _Estimate(machine, launcher, settings, selector, batch * fullness, size, triton)
-    model, pairs = full.compared(changes, around)
-    verdict = compare(machine.run_by(launcher), model, pairs)
-    in_graphs = verdict.pays
+    work = full.work(changes, around)
+    verdict = compare(here, *work)
+    pays_in_graphs = verdict.pays
     if machine.apart and x.device.type != "mps":
-        in_graphs = compare(machine.run_by("graph"), model, pairs).pays
-    if fullness != 1:
-        model, pairs = replace(full, items=batch).compared(changes, around)
-        verdict = compare(machine.run_by(launcher), model, pairs, verdict.pays)
-    left_alone = [_word(*found) for found in zip(verdict.pays, in_graphs, strict=True)]
+        pays_in_graphs = compare(machine.run_by("graph"), *work).pays
+    if fullness != 1:  # decided above, but the times are those of the items there are
+        verdict = compare(here, *replace(full, items=batch).work(changes, around), verdict.pays)
+    left_alone: list[LeftAlone] = [
+        "" if pays else "pays in CUDA graphs only" if in_graphs else "not faster"
+        for pays, in_graphs in zip(verdict.pays, pays_in_graphs, strict=True)
+    ]
     return tuple(left_alone), verdict
-
-
-def _word(pays: bool, in_graph: bool) -> LeftAlone:
-    if pays:
-        return ""
-    return "pays in CUDA graphs only" if in_graph else "not faster"
 
 
 # Attention that is not fused writes its scores, reads and writes them for the softmax, and reads
@@ -162,7 +157,7 @@ _SCORE_PASSES = 10
 _REFERENCE_MATCHING, _REFERENCE_MERGING = 50, 6
 # Channels are added to queries, keys and values for proportional attention.
 _WIDENING_KERNELS = 10
-# What the host does for a kernel of this library, in what it does for one of PyTorch's.
+# How many times as long the host takes to start a kernel of this library as one of PyTorch's.
 _EFFORT: dict[Launcher, float] = {"eager": 3.0, "compiled": 1.0, "graph": 1.0}
 
 
@@ -179,10 +174,11 @@ class _Estimate:
     """Bytes of a number."""
     triton: bool
 
-    def compared(
+    def work(
         self, changes: Sequence[Change], around: Sequence[tuple[int, Layers]]
     ) -> tuple[Work, list[tuple[Work, Work]]]:
-        """What the whole model does unmerged; and what each level does unmerged and merged."""
+        """What the whole model does unmerged; and for each change, what its level does without it
+        and with it."""
         model, pairs = Work(), []
         for places, layers in around:
             model += self._layers(layers, places, places)

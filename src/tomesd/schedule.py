@@ -154,8 +154,11 @@ class Timeline:
 
 
 def ratio_at(time: float, settings: Settings, timeline: Timeline, tokens: int = 1) -> float | None:
-    """What the ratio is at a timestep, for an image of so many tokens. 0: nothing merges then.
-    None: all merge as the settings say."""
+    """The ratio at a timestep, for an image of so many tokens.
+
+    Returns:
+        0 if nothing merges then; None if it is as the settings say.
+    """
     progress = timeline.progress(time, tokens)
     if not settings.may_merge(progress):
         return 0.0

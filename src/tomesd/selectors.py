@@ -235,7 +235,11 @@ def _make_grid(batch: int, cells: Cells, remove: int, device: torch.device) -> L
 
 
 def _grid_slots(cells: Cells, remove: int, device: torch.device) -> Tensor:
-    """Slot of each token, `[N]`. Slots are numbered in the order of the tokens that stay."""
+    """Slot of each token, `[N]`. Slots are numbered in the order of the tokens that stay.
+
+    Tokens are removed by turn: those in cells first, cell by cell, then those left over at the
+    edges of windows. The first token of a cell, into which the others merge, comes last.
+    """
     top, below = _first_in_cell(cells.h, cells.down, cells.sy, device)
     left, beside = _first_in_cell(cells.w, cells.across, cells.sx, device)
     home = top[:, None] * cells.w + left
@@ -244,7 +248,7 @@ def _grid_slots(cells: Cells, remove: int, device: torch.device) -> Tensor:
     stays = (below[:, None] + beside) == 0
     turn = torch.where(left_over, turn + _MASK + 1, turn)
     turn = torch.where(stays, 2 * (_MASK + 1), turn).flatten()
-    # The tokens of a cell have the same turn, so it is finished before the next one begins.
+    # The tokens of a cell have the same turn, so all of them go before the next cell begins.
     place = turn.argsort(stable=True).argsort()
     kept = place >= remove
     number = kept.cumsum(0) - 1

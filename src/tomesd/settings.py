@@ -253,7 +253,7 @@ class Settings:
 
     @property
     def search(self) -> int:
-        """Least side of the windows, 0 for one of them."""
+        """Least side of a window; 0: the whole grid is one."""
         if self.window is not None:
             return self.window
         return 64 if self.is_near_cap else 8
@@ -316,7 +316,7 @@ class Settings:
 
     @property
     def highest_ratio(self) -> float:
-        """Of all places and times, but for what a schedule that is a function will say."""
+        """The highest ratio anywhere, at any time; a schedule that is a function is not asked."""
         ratios = [self.ratio, self.ratio_end or 0.0, self.reference_ratio or 0.0]
         ratios += (self.level_ratios or {}).values()
         ratios += [ratio for _, ratio in self.stages]
@@ -334,7 +334,7 @@ class Settings:
 
     @property
     def selectors(self) -> frozenset[Selector]:
-        """All that are used on the way."""
+        """All selectors that are used while an image is made."""
         return frozenset([self.selector, *(selector for selector, _ in self.stages)])
 
     def ratio_of(self, kind: str, level: int, ratio: float) -> float:

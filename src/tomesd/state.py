@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .compiler import Named, constant_when_traced, find_named, outside_graphs
+from .compiler import Named, around_graphs, constant_when_traced, find_named, outside_graphs
 from .kept import Kept
 from .outline import Outline
 from .plan import MergePlan
@@ -72,7 +72,7 @@ class Patch(Named):
         return Patch, own
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gave when something was first asked for under this key."""
+        """What `make` returned when this key was first asked for."""
         with suppress(KeyError):
             return self.known[key]
         if len(self.known) >= 64:
@@ -134,7 +134,7 @@ class Cut:
 
     plan: MergePlan
     given: list[tuple[Any, Any]]
-    """What is known of each argument, and its value before."""
+    """The `Along` of each argument, and its value before it was cut."""
     starts: list[int | Tensor | None]
     """Where the image's rows begin in each."""
     along: dict[str, Any]
@@ -152,9 +152,9 @@ class Call:
     timestep: Tensor | None = None
     """`[]` or `[T]`, falling from noise to image."""
     ratio: float | None = None
-    """What the ratio is now, where it changes. 0: nothing merges."""
+    """The ratio of this call, if it changes from call to call; 0: nothing merges."""
     moment: Moment | None = None
-    """Whether regions run or are reused, where that changes."""
+    """Whether this call runs its regions or reuses what they gave; None if they keep nothing."""
     coarse: bool = False
     """Whether the model runs on a coarser image."""
     apart: bool = False
@@ -283,6 +283,7 @@ def is_idle(patch: Patch) -> bool:
     return idle and scope.call.patch is patch
 
 
+@around_graphs
 def run_inside(scope: Scope | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls `function` with `scope` as the current one, whichever thread this is."""
     before = _thread.scope

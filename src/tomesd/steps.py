@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from .settings import Settings
 
 MOST_CALLS = 8
-"""At one time that are told apart. More are other images, such as those of models that take one
-step, or parts of one, such as the views of a panorama."""
+"""Calls at one time that are told apart. If there are more, they make other images, as with models
+that take a single step, or parts of one image, such as the views of a panorama."""
 
 _ROUNDING = 0.02
-"""Of a part of the way: times may be of half precision."""
+"""How far a part of the way may be off, as a share of it: times may be in half precision."""
 
 _LONGER = 1.3
 """How many times as long as the one before it the last step may be: few steps of LCM are uneven."""
@@ -56,11 +56,12 @@ class Steps(threading.local):
 
     def enter(self, time: float, progress: float, size: tuple[int, ...]) -> bool:
         """Notes the next call. Returns whether what was kept is of another size, and useless."""
-        self.begins, resized, again = time > self.time, size != self.size, time == self.time
-        crowded = again and self.nth + 1 == MOST_CALLS
+        again = time == self.time  # another call of the same step, as split guidance makes
+        self.begins, resized = time > self.time, size != self.size
         if self.too_many and not again:
-            self.ran = {}
-        self.too_many = crowded or (self.too_many and again)
+            self.ran, self.too_many = {}, False
+        crowded = again and self.nth + 1 == MOST_CALLS
+        self.too_many |= crowded
         if self.begins or resized or crowded:
             self.number, self.nth, self.ran, self.ends = 0, 0, {}, False
         elif again:

@@ -146,9 +146,18 @@ class Transformer:
             before += len(blocks)
             for block in run:
                 yield from part.sites(block, settings, block is run[0], block is run[-1])
-        names, paths = tuple(parameters(model)), tuple(part.path for part in self.lists)
-        kept = (self.time, self.layout, self.between, paths, len(chosen), self.coarse)
-        yield model, TransformerRoot(names, *kept)
+        yield (
+            model,
+            TransformerRoot(
+                names=tuple(parameters(model)),
+                time=self.time,
+                read=self.layout,
+                between=self.between,
+                lists=tuple(part.path for part in self.lists),
+                merging=len(chosen),
+                coarse=self.coarse,
+            ),
+        )
 
 
 def _within(depth: tuple[float, float] | None, blocks: int) -> range:

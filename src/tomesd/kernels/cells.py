@@ -91,9 +91,9 @@ class Cells:
         """Tokens that `ratio` removes, never more than sources.
 
         Args:
-            even: as many in each window.
-            multiple: of so many are the tokens that stay, unless none or all sources go; up to
-                `multiple - 1` more go for that.
+            even: whether as many are removed from each window.
+            multiple: the number of tokens that stay is a multiple of this, unless none or all
+                sources are removed; up to `multiple - 1` more are removed for it.
         """
         if even:
             return min(int(self.tokens // self.windows * ratio) * self.windows, self.sources)

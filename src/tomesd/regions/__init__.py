@@ -12,8 +12,8 @@ A patched module plays a role, which runs around the module's own forward:
           Layer       attention or feed-forward: unmerge(layer(merge(x)))
             Projection   a linear layer of attention: adds channels for proportional attention
 
-Roles are immutable values made of names and numbers from a host's table. They are part of the
-generated class: they can be pickled, and modules with equal roles share a class.
+Roles are immutable values made of names and numbers from a host's table, which can be pickled. They
+are kept on the modules: those that play roles of one kind share a generated class.
 """
 
 from .block import Block, Member

@@ -72,20 +72,31 @@ class Block(_AnyBlock):
     """Python module of a forward known to pass the norm's output to self-attention only; empty if
     there is none."""
 
+    @around_graphs
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
+        scope = self._enter(module, patch, inner, args, kwargs)
+        if scope is None:
+            return inner(*args, **kwargs)
+        output = run_inside(scope, inner, *args, **kwargs)
+        note_output(scope.call, scope.place, output)
+        return output
+
+    @outside_graphs
+    def _enter(
+        self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict
+    ) -> Scope | None:
+        """The scope that its layers run in, with their plans; None if nothing merges."""
         x = self.tokens.take(args, kwargs)
         scope = self.scope_at(module, patch, x)
         if not scope.decision.merges or not self.can_merge(scope, module, x):
-            return inner(*args, **kwargs)
+            return None
         decision = scope.decision
         scope = Scope(scope.call, decision, place=scope.next_place())
         for kinds, segments in decision.segments.items():
             # The plan gets no local name, so that it is freed once its layers have popped it.
             scope.plans.update(dict.fromkeys(kinds, find_plan(scope, module, x, segments)))
         scope.early = self._can_merge_early(scope, module, inner, args, kwargs)
-        output = run_inside(scope, inner, *args, **kwargs)
-        note_output(scope.call, scope.place, output)
-        return output
+        return scope
 
     def _can_merge_early(
         self, scope: Scope, module: nn.Module, inner: Inner, args: tuple, kwargs: dict
@@ -125,20 +136,19 @@ class Member(_AnyBlock):
 
     @around_graphs
     def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
-        # Where blocks are compiled one by one, only `inner` is in a graph: it is the same for all
-        # blocks, while the first and the last of a run do more than the others.
-        args, kwargs, reuses, closed = self._enter(module, patch, args, kwargs)
+        args, kwargs, reuses, to_close = self._enter(module, patch, args, kwargs)
         output = self.tokens.unchanged(args, kwargs) if reuses else inner(*args, **kwargs)
-        return output if closed is None else self._close(*closed, output)
+        return output if to_close is None else self._close(*to_close, output)
 
     @outside_graphs
     def _enter(
         self, module: nn.Module, patch: Patch, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict, bool, tuple[Scope, OpenRegion] | None]:
-        """Opens or continues a region.
+        """Opens a region, or goes on with the one that is open.
 
         Returns:
-            The arguments of the block, whether it is left out, and the region to close after it.
+            The arguments of the block, on merged tokens; whether to leave it out; and if a region
+            ends with it, its scope and the region.
         """
         x, now = self.tokens.take(args, kwargs), current_scope(patch)
         if now is not None and now.region is not None:

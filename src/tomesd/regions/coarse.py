@@ -172,8 +172,8 @@ class Coarse:
         size = halved(h) * (high // h), halved(w) * (wide // w)
         levels = timeline.level(torch.as_tensor(timestep).float())
         latents = self._latents(given[name], layout.grid)
-        beside = _beside(levels, given[name], latents)
-        steps = [Step(x, 1 - s, s, "flow") for x, s in zip(latents, beside, strict=True)]
+        noise = _broadcast(levels, given[name], latents)
+        steps = [Step(x, 1 - s, s, "flow") for x, s in zip(latents, noise, strict=True)]
         changes = self._smaller(given, layout.grid)
         changes[name] = self._argument([fitted(step.small, *size) for step in steps], given[name])
         small_levels = Step(latents[0], 1 - levels, levels, "flow").small_s
@@ -250,8 +250,8 @@ def coarse_unet(given: Given, timeline: Timeline, time: str, model: Callable[...
     """Calls a UNet on a coarser latent, and returns a prediction for the whole one."""
     latent, timestep = given[given.names[0]], given[time]
     share = timeline.share(torch.as_tensor(timestep, device=latent.device).float())
-    (beside,) = _beside(share, latent, [latent])
-    step = Step(latent, (1 - beside).sqrt(), beside.sqrt(), timeline.prediction)
+    (noise,) = _broadcast(share, latent, [latent])
+    step = Step(latent, (1 - noise).sqrt(), noise.sqrt(), timeline.prediction)
     small = {
         given.names[0]: step.small.to(latent.dtype),
         time: _like(timestep, timeline.time_of_share(step.small_s**2).view(share.shape)),
@@ -267,8 +267,12 @@ def _call(model: Callable[..., Any], given: Given, enlarged: Callable[[Any], Any
     return replace(output, sample=enlarged(output.sample))
 
 
-def _beside(levels: Tensor, value: Any, latents: list[Tensor]) -> list[Tensor]:
-    """Noise levels `[]`, `[1]` or `[B]`, shaped to broadcast against the latents."""
+def _broadcast(levels: Tensor, value: Any, latents: list[Tensor]) -> list[Tensor]:
+    """Noise levels `[]`, `[1]` or `[B]`, shaped to broadcast against each of the latents.
+
+    Args:
+        value: what the latents were made from: a list of items, or one tensor for all of them.
+    """
     levels = levels.to(latents[0].device)
     if isinstance(value, list):
         return [*levels.expand(len(latents))]

@@ -40,19 +40,15 @@ class Layer(Role):
         x = self.tokens.take(args, kwargs)
         is_self_attention = self.kind == "attn"
         keys_only = is_self_attention and scope.settings.target == "kv"
-        other_keys = self._other_keys(args, kwargs)
         fits = plan.fits(x)
-        # `fits` is true here if somebody replaced the patched norm, which then merged nothing.
+        # The norm has merged them by now, unless somebody has put another in place of ours.
         is_merged = is_self_attention and scope.early and not fits
-        reason = self._reason_to_skip(fits or is_merged, kwargs)
-        if keys_only and not reason:
-            reason = other_keys
-            if getattr(module, "fused_projections", False):
-                reason = reason or 'their projections are fused, and target="kv" needs them apart'
-        if reason:
-            patch.warn_once(f"tomesd left {self.kind} layers alone: {reason}")
+        obstacle = self._obstacle(module, args, kwargs, fits or is_merged, keys_only)
+        if obstacle:
+            patch.warn_once(f"tomesd left {self.kind} layers alone: {obstacle}")
             return inner(*args, **kwargs)
-        if scope.settings.proportional and is_self_attention and not other_keys:
+        is_proportional = scope.settings.proportional and is_self_attention
+        if is_proportional and not self._other_keys(args, kwargs):
             scope = _with_proportion(scope, module, plan)
         merged = x if is_merged else plan.merge(x)
         cuts = scope.call.cuts_in_common
@@ -66,22 +62,28 @@ class Layer(Role):
         args, kwargs = self.tokens.given(merged, *self.tokens.replaced(along, args, kwargs))
         return unmerge(run_inside(scope, inner, *args, **kwargs))
 
-    def _reason_to_skip(self, fits: bool, kwargs: dict) -> str | None:
+    def _obstacle(
+        self, module: nn.Module, args: tuple, kwargs: dict, fits: bool, keys_only: bool
+    ) -> str:
+        """Why the layer cannot run on merged tokens; empty if it can."""
         if not fits:
             return "they run on a part of the tokens at a time (chunked)"
         for name in self.tokens.refused:
             if kwargs.get(name) is not None:
                 return f"{name} is given, and has one row per unmerged token"
-        return None
+        other_keys = self._other_keys(args, kwargs)
+        if keys_only and not other_keys and getattr(module, "fused_projections", False):
+            return 'their projections are fused, and target="kv" needs them apart'
+        return other_keys if keys_only else ""
 
-    def _other_keys(self, args: tuple, kwargs: dict) -> str | None:
-        """Why the keys are not those of the layer's input alone; None if they are."""
+    def _other_keys(self, args: tuple, kwargs: dict) -> str:
+        """Why the keys are not those of the layer's input alone; empty if they are."""
         context = args[1] if len(args) > 1 else kwargs.get(self.context)
         if context is not None:
             return "they attend to something else than the image"
         if kwargs.get("additional_tokens") is not None:  # of sgm
             return "they attend to additional tokens"
-        return None
+        return ""
 
 
 def _with_proportion(scope: Scope, module: nn.Module, plan: MergePlan) -> Scope:

@@ -104,27 +104,34 @@ class TransformerRoot(_Root):
         _refuse_split_sequences(module)
         given = Given(self.names, args, kwargs)
         layout = self.read(module, given)
-        latent = _batch(given[self.names[0]])
         obstacle = self._coarse_obstacle(module, patch, given, layout)
+        apart = self._needs_all_tokens(module, given)
         if scope is not None:  # `describe` has started the call
             call = scope.call
             call.coarse = call.coarse and not obstacle
-            if self._needs_all_tokens(module, given):
+            if apart:
                 call.apart, call.moment = True, None
         else:
-            tokens, apart = math.prod(layout.grid), self._needs_all_tokens(module, given)
             if patch.settings.reuse is not None:  # a cache counts the steps that run a layer
                 apart = apart or self._caches_attention(module)
+            tokens = math.prod(layout.grid)
             call = self.start_call(patch, given, layout.size, tokens, apart, obstacle)
         if call.coarse:
             return self._run_coarse(call, given, layout, inner)
-        call.fullness = fullness(latent.shape[0], kwargs)
+        return self._run_merged(call, module, given, layout, inner)
+
+    def _run_merged(
+        self, call: Call, module: nn.Module, given: Given, layout: Layout, inner: Inner
+    ) -> Any:
+        """Calls the model, whose blocks merge as is decided here."""
+        latent = _batch(given[self.names[0]])
+        call.fullness = fullness(latent.shape[0], given.kwargs)
         decision = decide_layout(call, layout, self.merging, latent)
         if decision.merges:
             expect_clean(call, layout.tokens_of(given[self.names[0]]))
         if decision.merges and call.settings.whole_blocks and self._caches_attention(module):
             decision.left_alone = "attention is cached"
-        output = _run_model(Scope(call, decision), inner, *args, **kwargs)
+        output = _run_model(Scope(call, decision), inner, *given.args, **given.kwargs)
         self.finish_call(call)
         return output
 

@@ -43,38 +43,38 @@ class Along:
             value = value[0 if self.parts is None else self.parts[0]]
         return value.shape[0 if self.tokens_first else self.axes[0]]
 
-    def cut(self, value: Any, left: "_Left") -> Any:
+    def cut(self, value: Any, picker: "_RowPicker") -> Any:
         """The rows left after merging, of a tensor or of tensors in tuples, lists or dictionaries.
         An int is a number of tokens, and becomes the number left."""
         if isinstance(value, Tensor):
-            return self._cut(value, left)
+            return self._cut(value, picker)
         if isinstance(value, int):
-            return left.plan.span.shape[1]
+            return picker.plan.span.shape[1]
         inner = replace(self, parts=None)
         if isinstance(value, dict):
             names = [name for name in self.parts or () if name in value]
-            return value | {name: inner.cut(value[name], left) for name in names}
+            return value | {name: inner.cut(value[name], picker) for name in names}
         if isinstance(value, tuple | list):
             parts = range(len(value)) if self.parts is None else self.parts
-            cut = [inner.cut(v, left) if i in parts else v for i, v in enumerate(value)]
+            cut = [inner.cut(v, picker) if i in parts else v for i, v in enumerate(value)]
             return tuple(cut) if isinstance(value, tuple) else cut
         return value
 
-    def _cut(self, rows: Tensor, left: "_Left") -> Any:
+    def _cut(self, rows: Tensor, picker: "_RowPicker") -> Any:
         if self.ndim is not None and rows.ndim != self.ndim:
             return rows
         if self.tokens_first:
             inner = replace(self, tokens_first=False)
-            return inner._cut(rows.transpose(0, 1), left).transpose(0, 1)
+            return inner._cut(rows.transpose(0, 1), picker).transpose(0, 1)
         if self.mean:
-            return left.plan.merge(rows)
+            return picker.plan.merge(rows)
         for axis in self.axes:
             if rows.shape[axis] > 1:  # a single row is shared by all tokens
-                rows = left.pick(rows, axis, batched=self.batched)
+                rows = picker.pick(rows, axis, batched=self.batched)
         return rows
 
 
-class _Left:
+class _RowPicker:
     """Picks the rows that a plan leaves, of its own tokens or of a sequence that holds them."""
 
     def __init__(self, plan: MergePlan, start: int | Tensor | None, length: int):
@@ -233,11 +233,13 @@ def _cut(
 ) -> dict[str, Any]:
     """Arguments by name, cut. An argument with rows on two axes, or with two forms, comes twice."""
     cut: dict[str, Any] = {}
-    known: list[_Left] = []
+    # One for each length; 0 is that of the image alone. The compiler may have symbols for lengths,
+    # which can be compared, but not looked up.
+    pickers: list[_RowPicker] = []
     for (along, value), start in zip(given, starts, strict=True):
         length = 0 if start is None else along.length(value)
-        if not any(left.length == length for left in known):
-            known.append(_Left(plan, start, length))
-        (left,) = [left for left in known if left.length == length]
-        cut[along.name] = along.cut(cut.get(along.name, value), left)
+        if not any(picker.length == length for picker in pickers):
+            pickers.append(_RowPicker(plan, start, length))
+        (picker,) = [picker for picker in pickers if picker.length == length]
+        cut[along.name] = along.cut(cut.get(along.name, value), picker)
     return cut

@@ -27,7 +27,7 @@ def main() -> None:
         page.goto("http://127.0.0.1:7899/")
         page.fill("#seed input", "3")
         page.click("#generate")
-        page.wait_for_selector("#status .note:has-text('Merged at')", timeout=0)
+        page.wait_for_selector("#status .note:has-text('times as fast')", timeout=0)
         page.wait_for_function("[...document.images].every(image => image.complete)")
         page.wait_for_timeout(1000)  # what fades in
         page.screenshot(path=PICTURE)

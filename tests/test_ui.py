@@ -139,12 +139,12 @@ def test_steps_that_leave_a_part_out_are_named(studio: Studio) -> None:
     left_out = [step.reused for step in made.steps]
     assert left_out == [False, True, False, True, False, False]
     assert ["did not run" in made.map_at(step)[1] for step in range(1, 7)] == left_out
-    assert "a part of the model left out at 2" in summary(made)
+    assert "Of 6 steps, 6 merged tokens and 2 left out a part of the model" in summary(made)
 
 
 def test_steps_on_a_coarser_image_are_drawn_and_named(studio: Studio) -> None:
     made = studio.make(request(settings=Settings(ratio=0.0, coarse=0.4), steps=6))
-    assert "Merged at 0 of 6 steps, on a coarser image at 2" in summary(made)
+    assert "Of 6 steps, 2 ran on a coarser image: " in summary(made)
     picture, words = made.map_at(1)
     assert words == "Step 1 of 6: the image was coarser, with 64 of 256 tokens."
     assert not same(picture, made.merged.image) and same(made.map_at(3)[0], made.merged.image)
@@ -156,10 +156,10 @@ def test_why_nothing_was_merged_is_said(studio: Studio, monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "_measure", lambda *_: slow_to_start)
     made = studio.make(request(settings=Settings()))
     assert same(made.unmerged.image, made.merged.image)
-    assert "Merged at 0 of 2 steps: both images are the same." in summary(made)
+    assert "Of 2 steps, none merged tokens: both images are the same." in summary(made)
     assert "longer than merging saves" in summary(made)
     between = studio.make(request(settings=replace(ALWAYS, start=0.2, end=0.3)))
-    assert "Merged at 0 of 2 steps: both images are the same." in summary(between)
+    assert "Of 2 steps, none merged tokens: both images are the same." in summary(between)
     capped = studio.make(request(settings=replace(ALWAYS, ratio=0.9)))
     assert "merging at the cap" in summary(capped)
 
@@ -289,12 +289,29 @@ def address(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    folder = tmp_path_factory.mktemp("served")
+    presets.save(folder / "merged.json", ALWAYS)
     words = ["--model", model, "--size", "128", "128", "--steps", "3", "--port", str(port)]
+    words += ["--settings", str(folder / "merged.json")]
     console = Console(file=io.StringIO(), width=200)
-    page = parse(["ui", *words]).serve(console, tmp_path_factory.mktemp("images"))
+    page = parse(["ui", *words]).serve(console, folder)
     assert f"http://127.0.0.1:{port}/" in console.file.getvalue()
     yield f"http://127.0.0.1:{port}/"
     page.close(verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "preset"), [([], "fast"), (["--preset", "quality"], "quality")], ids=["best", "given"]
+)
+def test_the_page_begins_with_a_preset(
+    words: list[str], preset: str, model: str, tmp_path: Path
+) -> None:
+    page = parse(["ui", "--model", model, *words]).serve(Console(file=io.StringIO()), tmp_path)
+    shown = {block.elem_id: getattr(block, "value", None) for block in page.blocks.values()}
+    page.close(verbose=False)
+    assert shown["preset"] == preset
+    assert shown["option-reuse"] == "2"
+    assert shown["option-reuse_start"] == {"fast": "", "quality": "0.5"}[preset]
 
 
 @pytest.fixture(scope="module")
@@ -357,9 +374,8 @@ def pictures(page: Any, where: str) -> list[Image.Image]:
 
 
 def test_both_images_are_shown_and_compared(page: Any) -> None:
-    choose(page, "option-when", "always")
     page.fill("#seed input", "11")
-    said = generate(page, "Merged at 3 of 3 steps")
+    said = generate(page, "Of 3 steps, 3 merged tokens")
     assert "times as fast" in said
     left, right = pictures(page, "#slider")
     assert left.size == right.size == (128, 128)
@@ -375,9 +391,8 @@ def test_both_images_are_shown_and_compared(page: Any) -> None:
 
 
 def test_the_switch_for_large_images(page: Any) -> None:
-    choose(page, "option-when", "always")
     page.check("#hires input")
-    generate(page, "Merged at")
+    generate(page, "merged tokens")
     left, right = pictures(page, "#slider")
     assert left.size == right.size == (256, 256)
     page.click("#lines button")
@@ -385,8 +400,7 @@ def test_the_switch_for_large_images(page: Any) -> None:
 
 
 def test_the_step_slider_changes_the_map(page: Any) -> None:
-    choose(page, "option-when", "always")
-    generate(page, "Merged at 3 of 3 steps")
+    generate(page, "Of 3 steps, 3 merged tokens")
     before, words = pictures(page, "#map")[0], page.inner_text("#map-words")
     page.focus("#step input[type=range]")
     page.keyboard.press("ArrowRight")

@@ -29,7 +29,7 @@ class Ui:
     settings: Path | None = None
     """A settings file to begin with, as tomesd tune writes it."""
     preset: presets.Preset | None = None
-    """Or settings by name to begin with."""
+    """Or settings by name to begin with. Without either, the best preset for the model."""
     sampling: ImageOptions = field(default_factory=lambda: ImageOptions(steps=20))
     model: ModelOptions = field(default_factory=ModelOptions)
 
@@ -60,11 +60,13 @@ class Ui:
         from ..ui.job import Request, Studio
         from ..ui.page import CSS, THEME, build_page
 
-        begin = MergeOptions(settings=self.settings, preset=self.preset)
-        begin.check()
+        MergeOptions(settings=self.settings, preset=self.preset).check()
         console.print(f"Loading the model ({self.model.model})")
         studio = Studio(lambda model: replace(self.model, model=model).load(), folder)
-        merge = begin.checked(**studio.traits(self.model.model))
+        traits, preset = studio.traits(self.model.model), self.preset
+        if not self.settings and not preset and traits["reuse"]:
+            preset = presets.BEST[traits["kind"]]
+        merge = MergeOptions(settings=self.settings, preset=preset).checked(**traits)
         start = Request(
             self.model.model, "", seed=merge.seed, settings=merge, **asdict(self.sampling)
         )
@@ -72,7 +74,7 @@ class Ui:
         # For the command that makes an image again.
         given, defaults = asdict(self.model), asdict(ModelOptions(model=self.model.model))
         options = {name: value for name, value in given.items() if value != defaults[name]}
-        page = build_page(studio, models, start, options)
+        page = build_page(studio, models, start, preset, options)
         self.warn(console)
         _, local, public = page.queue(api_open=False).launch(
             server_name=self.host,

@@ -49,23 +49,29 @@ _PROMPTS = (
 
 
 def build_page(
-    studio: Studio, models: Sequence[str], start: Request, options: dict[str, Any]
+    studio: Studio,
+    models: Sequence[str],
+    start: Request,
+    preset: str | None,
+    options: dict[str, Any],
 ) -> gr.Blocks:
     """The page, not yet served.
 
     Args:
         models: names to choose from.
         start: what the form shows at first.
+        preset: that its settings are of.
         options: of the model, for the command that makes an image again.
     """
     with gr.Blocks(title="tomesd", analytics_enabled=False) as page:
-        gr.Markdown("# tomesd\nThe same image without and with merged tokens.")
+        gr.Markdown("# tomesd\nThe same image without tomesd and with it.")
         with gr.Row(equal_height=False):
             with gr.Column(scale=4, min_width=320):
                 image = _image_inputs(models, start)
                 gr.Markdown("## Merging")
-                preset = gr.Dropdown(
+                begin = gr.Dropdown(
                     [DEFAULTS, *get_args(presets.Preset)],
+                    value=preset or DEFAULTS,
                     label="Begin with",
                     info="Fills in the options below.",
                     elem_id="preset",
@@ -83,7 +89,7 @@ def build_page(
         outputs.gallery.render()
         events = Events(studio, Inputs(image, settings), outputs, options)
         events.connect_job(generate, stop)
-        events.connect_settings(preset, load, save, file, again)
+        events.connect_settings(begin, load, save, file, again)
         events.connect_views(page)
     return page
 

@@ -16,11 +16,13 @@ def note(words: str, kind: Literal["info", "good", "warning", "error"] = "info")
 
 def summary(result: Result) -> str:
     """The line that says what came out of a job."""
-    steps, left_out = len(result.steps), sum(step.reused for step in result.steps)
-    coarse = sum(step.map is not None and step.map.coarse for step in result.steps)
-    words = f"Merged at {sum(bool(step.maps) for step in result.steps)} of {steps} steps"
-    words += f", on a coarser image at {coarse}" if coarse else ""
-    words += f", and a part of the model left out at {left_out}" if left_out else ""
+    did = {
+        "merged tokens": sum(bool(step.maps) for step in result.steps),
+        "ran on a coarser image": sum(bool(s.map and s.map.coarse) for s in result.steps),
+        "left out a part of the model": sum(step.reused for step in result.steps),
+    }
+    *most, last = [f"{n} {words}" for words, n in did.items() if n] or ["none merged tokens"]
+    words = f"Of {len(result.steps)} steps, {', '.join(most)}{' and ' if most else ''}{last}"
     if result.alike:
         words += ": both images are the same."
     else:

@@ -17,7 +17,7 @@ $(SETUP): pyproject.toml demo_model/pyproject.toml requirements/constraints.txt 
 
 DEMO := --prompt "a penguin on an orange and yellow striped background"
 demo: $(SETUP)
-	$(BIN)/tomesd demo $(DEMO) --overwrite --model transformer --preset fast --out demo_output/transformer
+	$(BIN)/tomesd demo $(DEMO) --overwrite --model transformer --preset balanced --out demo_output/transformer
 	$(BIN)/tomesd demo $(DEMO) --overwrite --model unet --out demo_output/unet
 
 check: $(SETUP)

@@ -62,8 +62,10 @@ def cheaper(share: float = FEW, *, steps: float = 1.0, **options: Any) -> Way:
         to = f" to {options['reuse_end']}" if "reuse_end" in options else ""
         blocks = ", all blocks" if "depth" in options else ""
         within = f", within {options['reuse_within']:g}" if "reuse_within" in options else ""
+        attention = ", attention too" if "reuse_attention" in options else ""
         start = options["reuse_start"]
-        words["reuse"] = f"reuse {options['reuse']}{to} from {start:g}{within}{blocks}"
+        told = f"reuse {options['reuse']}{to} from {start:g}"
+        words["reuse"] = f"{told}{within}{blocks}{attention}"
     if steps < 1:
         words["fewer steps"] = f"{steps:.2g} of the steps"
     names = [*words]
@@ -146,6 +148,7 @@ UNET = [
     cheaper(1, reuse=2, reuse_start=0.5),
     merged("stack .5 to .5", 1, **STACK, end=0.5),
     *(cheaper(1, reuse=2, reuse_start=start, reuse_end=8) for start in (0.2, 0.3, 0.4, 0.5)),
+    *(cheaper(1, reuse=2, reuse_start=start, reuse_attention=True) for start in (0.0, 0.25, 0.5)),
     cheaper(1, reuse=2, reuse_start=0.1, reuse_end=6),
     cheaper(1, reuse=2, reuse_start=0.0, reuse_end=4),
     # Where tokens look for their like when three quarters of them go.

@@ -35,7 +35,7 @@ _MORE = (
     *("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"),
     *("reference_ratio", "schedule", "ratio_end", "tau", "protect", "protect_share"),
     *("depth_from", "depth_to", "backend", "reuse", "reuse_start", "reuse_within", "extrapolate"),
-    "reuse_end",
+    *("reuse_end", "reuse_attention"),
 )
 _DEPTH = ("depth_from", "depth_to")
 _YES_NO = ("yes", "no")

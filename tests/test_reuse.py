@@ -7,6 +7,8 @@ import itertools
 import pickle
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +39,7 @@ from zoo_ldm import HOSTS as LDM_HOSTS
 
 import tomesd
 from tomesd.hosts.timeline import find_timeline
+from tomesd.hosts.unets import runs
 from tomesd.kept import Kept
 from tomesd.patch import patch_of
 from tomesd.reuse import keep, recall
@@ -174,6 +177,77 @@ def test_a_step_that_reuses_runs_the_finest_level_of_a_unet_only(
     assert count.runs == 3
     tomesd.remove_patch(model)
     assert_differs(reused, run(800.0, seed=0))  # what is new at the finest level is used
+
+
+@contextmanager
+def attention_calls(model: Any, outputs: dict[int, Tensor] | None = None) -> Iterator[list[int]]:
+    """Numbers of the layers of self-attention over an image that run.
+
+    Args:
+        outputs: of layers, which are used in place of their own.
+    """
+    calls: list[int] = []
+    layers = [block.attn1 for _, blocks, _ in runs(model) for block in blocks]
+    handles = []
+    for number, layer in enumerate(layers):
+        handles.append(layer.to_q.register_forward_hook(lambda *_, n=number: calls.append(n)))
+        if outputs is not None:
+            handles.append(
+                layer.register_forward_hook(lambda _, __, y, n=number: outputs.setdefault(n, y))
+            )
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.filterwarnings("error::tomesd.MergeWarning")
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("name", UNETS)
+@torch.no_grad()
+def test_steps_may_use_self_attention_of_the_finest_level_again(name: str, ratio: float) -> None:
+    host: Any = {**UNET_HOSTS, **LDM_HOSTS}[name]
+    model, options = host.build(), {**REUSE, "ratio": ratio, "share": "block"}
+
+    def run(time: float, seed: int) -> Tensor:
+        return host.run(model, height=16, width=16, timestep=time, seed=seed)
+
+    # What it should be: the layers that such a step runs give what they gave before.
+    tomesd.apply_patch(model, **options)
+    outputs: dict[int, Tensor] = {}
+    with attention_calls(model, outputs):
+        run(900.0, seed=0)
+    with attention_calls(model, outputs) as finest:
+        expected = run(800.0, seed=1)
+    if not finest:
+        with pytest.raises(ValueError, match="reuse_attention=True: means nothing on a"):
+            tomesd.apply_patch(model, **options, reuse_attention=True)
+        return
+
+    tomesd.apply_patch(model, **options, reuse_attention=True)
+    run(900.0, seed=0)
+    with attention_calls(model) as calls:
+        found = run(800.0, seed=1)
+    assert calls == []
+    assert_rounding(found, expected, 1e-4)
+    with attention_calls(model) as calls:
+        run(700.0, seed=1)
+    assert set(calls) == outputs.keys()  # every second step
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (UNET_HOSTS["sd1"].build, {"reuse": None}, "reuse_attention=True: needs reuse"),
+        (UNET_HOSTS["sd1"].build, {"target": "stack"}, "needs target='attn' or 'kv', not 'stack'"),
+        (UNET_HOSTS["dit"].build, {"target": "attn"}, "only on UNets that have attention at"),
+        (SUPPORTED["flux"].build, {}, "means nothing on a Flux"),
+    ],
+)
+def test_where_self_attention_cannot_be_used_again(
+    build: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tomesd.apply_patch(build(), ratio=0.0, **{"reuse": 2, **options}, reuse_attention=True)
 
 
 def test_reuse_goes_with_a_controlnet_on_a_unet() -> None:

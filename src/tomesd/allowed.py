@@ -121,10 +121,8 @@ ALLOWED = {
     for names, allowed in (
         ("ratio ratio_end reference_ratio start end tau protect_share coarse", _SHARE),
         ("reuse_start reuse_within", _SHARE),
-        (
-            "use_rand merge_attn merge_crossattn merge_mlp proportional extrapolate",
-            _Allowed("a bool", bool),
-        ),
+        ("use_rand merge_attn merge_crossattn merge_mlp proportional", _Allowed("a bool", bool)),
+        ("reuse_attention extrapolate", _Allowed("a bool", bool)),
         ("reuse reuse_end", _at_least(2)),
         ("sx sy st refresh", _at_least(1)),
         ("seed window", _at_least(0)),

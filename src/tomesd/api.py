@@ -55,6 +55,7 @@ def apply_patch(
     reuse_start: float | None = DEFAULT,
     reuse_end: int | None = DEFAULT,
     reuse_within: float | None = DEFAULT,
+    reuse_attention: bool = DEFAULT,
     extrapolate: bool = DEFAULT,
     coarse: float | None = DEFAULT,
     level_ratios: Mapping[int, float] | None = DEFAULT,

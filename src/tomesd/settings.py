@@ -169,6 +169,10 @@ class Settings:
     """With `reuse`: use a result for at most this part of the way, however few steps there are.
     `None` sets no limit; the presets set 0.15 to 0.22, so that of four steps none is left out."""
 
+    reuse_attention: bool = False
+    """With `reuse`, on UNets: use again what self-attention at the finest level gave, too, which
+    otherwise runs at every step. Large images spend most of their time there."""
+
     extrapolate: bool = False
     """With `reuse`: carry on how the last two results differed, instead of using the last one."""
 
@@ -196,11 +200,12 @@ class Settings:
             raise ValueError(f"merge_attn=False: target={self.target!r} merges self-attention")
         if self.whole_blocks:
             needed = f"target='attn' or 'kv', not {self.target!r}"
-            self._refuse_without(needed, "proportional", "kind_ratios")
+            self._refuse_without(needed, "proportional", "kind_ratios", "reuse_attention")
         if self.ratio == 0:
             self._refuse_without("a ratio above 0", "kind_ratios")
         if self.reuse is None:
-            self._refuse_without("reuse", "reuse_start", "reuse_end", "reuse_within", "extrapolate")
+            needing = ("reuse_start", "reuse_end", "reuse_within", "reuse_attention", "extrapolate")
+            self._refuse_without("reuse", *needing)
         others = self.selectors - {"bipartite"}
         if self.protect is not None and others:
             raise ValueError(f"protect: needs selector='bipartite', not {min(others)!r}")

@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
 
 _UNET_OPTIONS = (
     *("max_downsample", "merge_attn", "merge_crossattn", "merge_mlp", "proportional"),
-    *("level_ratios", "kind_ratios"),
+    *("level_ratios", "kind_ratios", "reuse_attention"),
 )
 """Options that have no meaning on a transformer."""
 

@@ -11,7 +11,18 @@ from typing import Any
 from torch import nn
 
 from ..patch import original_class
-from ..regions import Block, Layer, Member, Norm, Projection, Role, Stack, Tokens, UNetRoot
+from ..regions import (
+    Block,
+    KeptAttention,
+    Layer,
+    Member,
+    Norm,
+    Projection,
+    Role,
+    Stack,
+    Tokens,
+    UNetRoot,
+)
 from ..settings import Settings
 from .levels import deep_sites, has_levels
 from .names import class_names, parameters
@@ -122,9 +133,22 @@ def sites(module: nn.Module, settings: Settings, rooted: bool) -> Iterator[tuple
     yield from _stack_sites(module, settings)
     if settings.reuse is not None and has_levels(module):
         yield from deep_sites(module)
+        if settings.reuse_attention:
+            # The last role is the outermost: what is kept has been unmerged.
+            yield from _attention_sites(module)
     if rooted:
         names = tuple(parameters(module))
         yield module, UNetRoot(names, next(name for name in names if name in _TIMESTEPS))
+
+
+def _attention_sites(module: nn.Module) -> Iterator[tuple[nn.Module, Role]]:
+    """Self-attention at the finest level of a UNet."""
+    deep = {part for top, _ in deep_sites(module) for part in top.modules()}
+    blocks = [block for _, blocks, _ in runs(module) for block in blocks if block not in deep]
+    for number, block in enumerate(blocks):
+        layer = getattr(block, _ATTENTION)
+        layer = getattr(layer, "_orig_mod", layer)  # compiled on its own
+        yield layer, KeptAttention(f"attention_{number}")
 
 
 def _is_controlnet(module: nn.Module) -> bool:
@@ -233,6 +257,9 @@ def check_options(settings: Settings, module: nn.Module) -> None:
     if not can_reuse(module):
         levels = "UNets that have several levels"
         settings.refuse(["reuse"], model, f", only on {levels}, and on diffusion transformers")
+    if settings.reuse_attention and not (has_levels(module) and any(_attention_sites(module))):
+        where = "UNets that have attention at their finest level"
+        settings.refuse(["reuse_attention"], model, f", only on {where}")
     if is_stack(module):
         check_reuse(settings, model)
 

@@ -11,6 +11,7 @@ A patched module plays a role, which runs around the module's own forward:
           Norm        the norm before self-attention: may merge its output early, to save memory
           Layer       attention or feed-forward: unmerge(layer(merge(x)))
             Projection   a linear layer of attention: adds channels for proportional attention
+          KeptAttention   attention at the finest level, which some steps use again
 
 Roles are immutable values made of names and numbers from a host's table, which can be pickled. They
 are kept on the modules: those that play roles of one kind share a generated class.
@@ -18,7 +19,7 @@ are kept on the modules: those that play roles of one kind share a generated cla
 
 from .block import Block, Member
 from .coarse import Coarse
-from .deep import DeepBlock, DeepLayer
+from .deep import DeepBlock, DeepLayer, KeptAttention
 from .layers import Layer, Norm, Projection
 from .model import Stack, TransformerRoot, UNetRoot
 from .role import Given, Role

@@ -1,4 +1,4 @@
-"""The levels of a UNet below its finest one, which some steps leave out."""
+"""What some steps leave out in a UNet: the levels below its finest one, and attention there."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -76,6 +76,29 @@ class DeepLayer(_BelowFinest):
         elif self.way == "up":
             h, w = (kwargs.get("output_shape") or (2 * h, 2 * w))[-2:]
         return x.new_zeros(x.shape[0], _channels(module, x.shape[1]), h, w)
+
+
+@dataclass(frozen=True)
+class KeptAttention(Role):
+    """Self-attention at the finest level, whose output the steps that leave out the rest use again.
+    (Zhao et al., Real-Time Video Generation with Pyramid Attention Broadcast, 2024.)
+    """
+
+    name: str
+
+    def run(self, module: nn.Module, patch: Patch, inner: Inner, args: tuple, kwargs: dict) -> Any:
+        scope = current_scope(patch)
+        if scope is None or scope.call.moment is None:
+            return inner(*args, **kwargs)
+        x: Tensor = args[0] if args else kwargs["hidden_states"]
+        if not scope.call.reuses:
+            output = inner(*args, **kwargs)
+            keep(scope.call, self.name, output.to(x.dtype))  # autocast makes it another one
+            return output
+        # The norm before it may have merged the tokens.
+        plan = scope.plans.pop("attn", None)
+        tokens = x.shape[1] if plan is None else plan.slot.shape[1]
+        return recall(scope.call, self.name, torch.Size([x.shape[0], tokens, x.shape[2]]), x)
 
 
 def _channels(module: Any, otherwise: int = 0) -> int:

@@ -20,12 +20,17 @@ from tomesd.bench.models import ARCHITECTURES
 from tomesd.generation import load_pipeline
 
 STEPS = 28
-UNETS = {"SD1.5": ("sd15", (512, 1024)), "SDXL": ("sdxl", (1024, 2048))}
+UNETS = {"SD1.5": ("sd15", (512, 1024, 2048)), "SDXL": ("sdxl", (1024, 2048))}
 WAYS: dict[str, dict[str, Any]] = {
     "half": {"ratio": 0.5, "start": 0.0, "end": 1.0},
     "quarter": {"ratio": 0.75, "start": 0.0, "end": 1.0},
     **{name: {"preset": name} for name in ("quality", "balanced", "fast")},
 }
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "attention": {"ratio": 0.0, "reuse": 2, "reuse_attention": True}
+}
+"""On UNets with attention at their finest level."""
 
 
 def pipeline(part: str, kind: str, config: dict[str, Any], **more: Any) -> Any:
@@ -60,7 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
     file = RowFile(RESULTS / "operations.jsonl", torch.device("cpu"))
     for title, make, size in (one for one in models() if re.search(args.rows, one[0])):
         model = make()
-        for label, options in WAYS.items():
+        has_attention = title.startswith(("SD1.5", "embedded UNet"))
+        for label, options in (WAYS | (ATTENTION if has_attention else {})).items():
             with tomesd.patched(model, when="always", **options):
                 (part,) = tomesd.describe(model, **size, steps=STEPS).parts
             row = {"section": "operations", "setting": title, "label": label, "steps": STEPS}

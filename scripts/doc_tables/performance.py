@@ -283,11 +283,15 @@ def operations(results: Results) -> Table:
     for row in results.file("operations"):
         found.setdefault(row["setting"], {})[row["label"]] = row
     cells = {"half of the tokens": ("half", "merged"), "a quarter left": ("quarter", "merged")}
-    cells |= {"left out": ("fast", "left_out"), "coarse": ("fast", "coarse")}
+    cells |= {"left out": ("fast", "left_out"), "attention too": ("attention", "left_out")}
+    cells["coarse"] = ("fast", "coarse")
     cells |= {name: (name, "image") for name in ("quality", "balanced", "fast")}
     lines = [
         [name, f"{rows['fast']['flops'] / 1e12:.1f}"]
-        + [percent(rows[label][field] or None) for label, field in cells.values()]
+        + [
+            percent(rows[label][field] or None) if label in rows else "-"
+            for label, field in cells.values()
+        ]
         for name, rows in found.items()
     ]
     sources = [row for rows in found.values() for row in rows.values()]

@@ -33,7 +33,7 @@ from merging_dit import (
 )
 from torch import Tensor
 from zoo_diffusers import HOSTS as UNET_HOSTS
-from zoo_diffusers import make_controlnet, make_unet
+from zoo_diffusers import make_controlnet, make_controlnet_pipeline, make_unet
 from zoo_dit import alone
 from zoo_ldm import HOSTS as LDM_HOSTS
 
@@ -248,6 +248,12 @@ def test_where_self_attention_cannot_be_used_again(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         tomesd.apply_patch(build(), ratio=0.0, **{"reuse": 2, **options}, reuse_attention=True)
+
+
+def test_self_attention_is_used_again_beside_a_controlnet() -> None:
+    pipe = make_controlnet_pipeline()
+    tomesd.apply_patch(pipe, ratio=0.0, reuse=2, reuse_attention=True)
+    assert tomesd.describe(pipe, 128, 128).parts[0].settings.reuse_attention
 
 
 def test_reuse_goes_with_a_controlnet_on_a_unet() -> None:

@@ -257,7 +257,7 @@ def check_options(settings: Settings, module: nn.Module) -> None:
     if not can_reuse(module):
         levels = "UNets that have several levels"
         settings.refuse(["reuse"], model, f", only on {levels}, and on diffusion transformers")
-    if settings.reuse_attention and not (has_levels(module) and any(_attention_sites(module))):
+    if settings.reuse_attention and not _can_reuse_attention(module):
         where = "UNets that have attention at their finest level"
         settings.refuse(["reuse_attention"], model, f", only on {where}")
     if is_stack(module):
@@ -273,3 +273,8 @@ def can_reuse(module: nn.Module) -> bool:
     of its output."""
     stack = is_stack(module) and is_root(module)
     return stack or has_levels(module) or _is_controlnet(module)
+
+
+def _can_reuse_attention(module: nn.Module) -> bool:
+    """Whether `reuse_attention` is allowed. On a ControlNet it has no effect either."""
+    return _is_controlnet(module) or (has_levels(module) and any(_attention_sites(module)))

@@ -255,6 +255,11 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "late steps of the UNet": lambda results: Table.of(
         unet_on_a_cpu(results, "reuse"), {"": "{label}"}, CLOSENESS
     ),
+    "attention used again": lambda results: Table.of(
+        sorted(results.file("front_attention_cpu")[1:], key=lambda row: row["label"]),
+        {"": "{label}"},
+        CLOSENESS,
+    ),
     "quality against speed": front,
     "search": search,
     "trade-offs": tradeoffs("transformer", 512),

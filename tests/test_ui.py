@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from diffusers import ScoreSdeVeScheduler
 from PIL import Image, ImageChops
 from pipelines_dit import PIPELINES
 from rich.console import Console
@@ -26,7 +27,7 @@ from tomesd.cli.run import parse, run
 from tomesd.generation import hires, sample
 from tomesd.generation.lines import arguments, command_line, python_line
 from tomesd.settings import Settings
-from tomesd.ui.events import Events, Inputs
+from tomesd.ui.events import DEFAULTS, Events, Inputs
 from tomesd.ui.form import FIRST, OPTIONS, read_form, shown_values
 from tomesd.ui.job import Request, StoppedError, Studio
 from tomesd.ui.views import numbers, summary
@@ -312,6 +313,22 @@ def test_the_page_begins_with_a_preset(
     assert shown["preset"] == preset
     assert shown["option-reuse"] == "2"
     assert shown["option-reuse_start"] == {"fast": "", "quality": "0.5"}[preset]
+
+
+def test_the_page_begins_without_a_preset_where_apply_patch_takes_none(
+    model: str, tmp_path: Path
+) -> None:
+    """As with times that do not count down, for which no step can be left out."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    ScoreSdeVeScheduler().save_pretrained(copy / "scheduler")
+    index = copy / "model_index.json"
+    classes = json.loads(index.read_text())
+    classes["scheduler"] = ["diffusers", "ScoreSdeVeScheduler"]
+    index.write_text(json.dumps(classes))
+    page = parse(["ui", "--model", str(copy)]).serve(Console(file=io.StringIO()), tmp_path)
+    shown = {block.elem_id: getattr(block, "value", None) for block in page.blocks.values()}
+    page.close(verbose=False)
+    assert (shown["preset"], shown["option-reuse"]) == (DEFAULTS, "")
 
 
 @pytest.fixture(scope="module")

@@ -49,16 +49,21 @@ class MergeOptions(Settings):
         """
         return Settings(**presets.combined(self.base(**traits), self.given()))
 
-    def as_in_python(self, pipe: Any) -> Settings:
-        """`checked`, or the best preset where nothing says how to merge, as in `apply_patch`."""
+    def or_best(self, pipe: Any) -> "MergeOptions":
+        """With the best preset where nothing says how to merge, as in `apply_patch`."""
         from ..api import best_preset
         from ..hosts import find_models
 
-        part = find_models(pipe)[0]
         # The seed is that of the image, too.
-        told = self.settings or self.preset or self.given().keys() - {"seed"}
-        merge = self if told else replace(self, preset=best_preset(pipe, part))
-        return merge.checked(**part.preset_traits)
+        if self.settings or self.preset or self.given().keys() - {"seed"}:
+            return self
+        return replace(self, preset=best_preset(pipe, find_models(pipe)[0]))
+
+    def as_in_python(self, pipe: Any) -> Settings:
+        """`checked`, or the best preset."""
+        from ..generation.loading import preset_traits
+
+        return self.or_best(pipe).checked(**preset_traits(pipe))
 
     def given(self) -> dict[str, Any]:
         """What the command line says, also where it is the default: it wins over a preset."""

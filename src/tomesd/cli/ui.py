@@ -60,13 +60,12 @@ class Ui:
         from ..ui.job import Request, Studio
         from ..ui.page import CSS, THEME, build_page
 
-        MergeOptions(settings=self.settings, preset=self.preset).check()
+        begin = MergeOptions(settings=self.settings, preset=self.preset)
+        begin.check()
         console.print(f"Loading the model ({self.model.model})")
         studio = Studio(lambda model: replace(self.model, model=model).load(), folder)
-        traits, preset = studio.traits(self.model.model), self.preset
-        if not self.settings and not preset and traits["reuse"]:
-            preset = presets.BEST[traits["kind"]]
-        merge = MergeOptions(settings=self.settings, preset=preset).checked(**traits)
+        begin = begin.or_best(studio.pipeline(self.model.model))
+        merge = begin.checked(**studio.traits(self.model.model))
         start = Request(
             self.model.model, "", seed=merge.seed, settings=merge, **asdict(self.sampling)
         )
@@ -74,7 +73,7 @@ class Ui:
         # For the command that makes an image again.
         given, defaults = asdict(self.model), asdict(ModelOptions(model=self.model.model))
         options = {name: value for name, value in given.items() if value != defaults[name]}
-        page = build_page(studio, models, start, preset, options)
+        page = build_page(studio, models, start, begin.preset, options)
         self.warn(console)
         _, local, public = page.queue(api_open=False).launch(
             server_name=self.host,
